@@ -1,0 +1,44 @@
+# Everything a fresh machine needs: Python 3.10 or newer, and make.
+PYTHON ?= python3
+# The torch build under test; any version the package accepts may be named here.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+COMPAT ?= .venv-compat
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all lint docs clean
+
+demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
+	$(BIN)/python examples/demo.py
+
+test: lint $(COMPAT)/.ready  ## lint, types, the suite on the newest transformers, a subset on the oldest
+	$(BIN)/python -m pytest -m "not slow"
+	$(COMPAT)/bin/python -m pytest -m "compat and not slow"
+
+test-all: lint $(COMPAT)/.ready  ## the same, with the long tests
+	$(BIN)/python -m pytest
+	$(COMPAT)/bin/python -m pytest -m compat
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[test,plot]"
+	touch $@
+
+$(COMPAT)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install -q "$(TORCH)" "transformers==5.17.0"
+	$(COMPAT)/bin/python -m pip install -q -e ".[test,plot]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(COMPAT) site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,9 @@
+"""Branch-parallel speculative decoding behind `model.generate()`."""
+
+from .config import SpecBranchConfig
+from .decoding.hooks import SpeculationHook
+from .mixin import SpecBranchMixin, specbranch
+from .stats import SpecBranchStats
+
+__all__ = ["SpecBranchConfig", "SpecBranchMixin", "SpecBranchStats", "SpeculationHook", "specbranch"]
+__version__ = "0.1.0"

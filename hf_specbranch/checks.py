@@ -1,0 +1,112 @@
+"""Everything that can be wrong with a request, said before any work starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from .config import SpecBranchConfig
+from .decoding.engine import check_cache
+from .decoding.policies import POLICIES
+
+# Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
+LARGEST_PADDING = 0.01
+
+
+def check_model(model: PreTrainedModel, role: str) -> None:
+    """Refuse models that cannot take this role at all."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"the {role} {name} is an encoder-decoder model: SpecBranch needs decoder-only models")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"the {role} {name} keeps a recurrent state, which cannot be rolled back: choose an attention-only model"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Refuse a draft that speaks another vocabulary."""
+    ours, theirs = (model.config.get_text_config(decoder=True) for model in (target, draft))
+    remedy = "choose a draft that shares the target's tokenizer"
+    names = f"target {_name(target)}: {ours.vocab_size} entries, draft {_name(draft)}: {theirs.vocab_size}"
+    if tokenizer is not None and draft_tokenizer is not None:
+        if tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+            raise ValueError(
+                f"the tokenizers differ ({_name(tokenizer)} and {_name(draft_tokenizer)}; {names}): {remedy}"
+            )
+        return
+    if ours.vocab_size == theirs.vocab_size:
+        return
+    padding = abs(ours.vocab_size - theirs.vocab_size) / max(ours.vocab_size, theirs.vocab_size)
+    if padding > LARGEST_PADDING or ours.model_type != theirs.model_type:
+        raise ValueError(
+            f"vocabulary sizes differ ({names}): {remedy}; if it does share it, pass tokenizer= and "
+            f"assistant_tokenizer= so that this can be checked"
+        )
+
+
+def check_request(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: SpecBranchConfig,
+    mode: GenerationMode,
+    generation_config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Refuse a `generate()` call that cannot be carried out as asked."""
+    check_model(target, "target")
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"SpecBranch speeds up greedy decoding and sampling, not {mode.value}: set num_beams=1 (and leave out "
+            f"other search modes), or pass specbranch=False"
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("SpecBranch needs the cache: leave out use_cache=False, or pass specbranch=False")
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError("SpecBranch does not run under ZeRO-3 or FSDP (synced_gpus=True): pass specbranch=False")
+    if isinstance(config.length_head, str):
+        raise ValueError(
+            f"length_head={config.length_head!r}: heads cannot be loaded by name in this version; pass a callable"
+        )
+    if not POLICIES[config.policy].drafts:
+        return
+    if draft is None:
+        raise ValueError(
+            f"policy={config.policy!r} needs a draft model: pass assistant_model=, or attach one with "
+            f"specbranch(model, draft=...)"
+        )
+    check_model(draft, "draft")
+    check_pair(target, draft, mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+
+
+def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse prompts that cannot be continued."""
+    rows, length = input_ids.shape
+    embedded = model_kwargs.get("inputs_embeds")
+    if rows == 0 or (length == 0 and embedded is None):
+        raise ValueError(
+            f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}): give at least one token a row"
+        )
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    mask = model_kwargs.get("attention_mask")
+    real = int(mask.sum(1).max()) if mask is not None else length
+    if limit is not None and real > limit:
+        raise ValueError(
+            f"the prompt has {real} tokens and {type(target).__name__} a context of {limit}: shorten the prompt"
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)}: SpecBranch takes one position a token, [batch, length]"
+        )
+    check_cache(model_kwargs.get("past_key_values"))
+
+
+def _name(thing: Any) -> str:
+    return getattr(thing, "name_or_path", "") or type(thing).__name__

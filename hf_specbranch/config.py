@@ -1,0 +1,114 @@
+"""What a user may choose about speculation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
+RUNTIMES = ("auto", "eager")
+DRAFT_SAMPLING = ("auto", "greedy", "sample")
+DEFAULT_DRAFT_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class SpecBranchConfig:
+    """Settings of one speculative generation.
+
+    Validated on creation; never changes afterwards. It can be passed to `generate(specbranch=...)`, kept in a
+    `GenerationConfig` (`GenerationConfig(specbranch=config.to_dict())`) or in a JSON file.
+
+    Args:
+        policy: "specbranch" (branches, adaptive length), "pearl" (drafting ahead, one line), "vanilla" (draft,
+            then verify) or "autoregressive" (no draft at all).
+        max_draft_length: gamma, the most tokens drafted in one go; "auto" takes 8, or what the generation
+            config says in `num_assistant_tokens`.
+        confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
+            probability is below it. 0 never stops: drafts of fixed length.
+        max_branches: k_max, the most branches at a branch point.
+        length_head: None, or a callable that says of a surviving branch 0 (keep nothing), 1 (let confidence
+            decide) or 2 (keep all); see `hf_specbranch.decoding.hooks`.
+        runtime: "eager" runs ordinary forwards; "auto" chooses for the device.
+        overlap: target and draft work at the same time.
+        draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
+            temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
+            temperature. Either way the output has exactly the target's distribution.
+
+    Example:
+        >>> from hf_specbranch import SpecBranchConfig
+        >>> SpecBranchConfig(policy="pearl", max_draft_length=4).policy
+        'pearl'
+    """
+
+    policy: str = "specbranch"
+    max_draft_length: int | str = "auto"
+    confidence_threshold: float = 0.4
+    max_branches: int = 4
+    length_head: str | Callable[..., Any] | None = None
+    runtime: str = "auto"
+    overlap: bool = True
+    draft_sampling: str = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("runtime", self.runtime, RUNTIMES)
+        _one_of("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
+        if self.max_draft_length != "auto":
+            _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
+        _whole_number("max_branches", self.max_branches)
+        epsilon = self.confidence_threshold
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= 1:
+            raise ValueError(f"confidence_threshold={epsilon!r}: expected a number from 0 to 1")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap={self.overlap!r}: expected True or False")
+        head = self.length_head
+        if not (head is None or isinstance(head, str) or callable(head)):
+            raise ValueError(f"length_head={head!r}: expected None, a path, a repository id or a callable")
+
+    @property
+    def draft_length(self) -> int:
+        """gamma as a number."""
+        return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON.
+
+        Raises:
+            ValueError: if `length_head` is an object; only a path or a repository id can be written down.
+        """
+        if not (self.length_head is None or isinstance(self.length_head, str)):
+            raise ValueError(
+                f"length_head={self.length_head!r} is an object and cannot be written to JSON: save the head and "
+                f"put its path here, or pass it to generate(length_head=...)"
+            )
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> SpecBranchConfig:
+        """The inverse of `to_dict`; unknown names are an error."""
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(settings) - set(names)):
+            raise ValueError(f"unknown SpecBranchConfig settings {unknown}: expected some of {names}")
+        return cls(**settings)
+
+    def to_json_file(self, path: str | Path) -> None:
+        """Write the settings to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_json_file(cls, path: str | Path) -> SpecBranchConfig:
+        """Read the settings from a JSON file."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+def _one_of(name: str, given: object, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ValueError(f"{name}={given!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def _whole_number(name: str, given: object, or_else: str = "") -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name}={given!r}: expected a whole number of at least 1{or_else}")

@@ -1,0 +1,59 @@
+"""What became of every drafted token: accepted, rolled back or wasted, and nothing else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..stats import SpecBranchStats
+from .records import Outcome
+from .verify import NONE
+
+
+class Drafted(NamedTuple):
+    """What stood drafted on one row when a verdict came."""
+
+    chain: int  # tokens the target looked at
+    main: int  # tokens behind the chain on the line: the main branch, its token at the branch point included
+    siblings: int  # how many siblings it has
+    depth: int  # tokens of a sibling behind its first
+
+    @property
+    def sibling_tokens(self) -> int:
+        return self.siblings * (1 + self.depth)
+
+
+def settle(stats: SpecBranchStats, drafted: Drafted, outcome: Outcome, forks: bool) -> None:
+    """Count one verdict.
+
+    Args:
+        forks: tokens behind the chain stand on branches; otherwise (PEARL) they stand on the line.
+    """
+    if not (drafted.chain or drafted.main):
+        return
+    stats.num_drafts += 1
+    reached = outcome.complete and outcome.accepted == drafted.chain and drafted.main > 0
+    survived = outcome.complete and outcome.survivor != NONE
+    if forks and reached:
+        stats.branch_points += 1
+        stats.branch_hits += survived
+    on_line, lost_chain, lost_main, lost_siblings = _fates(drafted, outcome)
+    stats.count_acceptance(on_line)
+    stats.num_accepted_tokens += on_line
+    stats.wasted_branch_tokens += lost_siblings + (lost_main if forks else 0)
+    stats.rollback_tokens += lost_chain + (0 if forks else lost_main)
+
+
+def _fates(drafted: Drafted, outcome: Outcome) -> tuple[int, int, int, int]:
+    """Accepted; lost from the line; lost from the main branch; lost from the siblings."""
+    chain, main, siblings = drafted.chain, drafted.main, drafted.sibling_tokens
+    if outcome.complete and outcome.survivor == NONE:
+        return outcome.accepted, chain - outcome.accepted, main, siblings
+    if outcome.complete and outcome.survivor > 0:
+        # The survivor is the line now; if the text ends here, so does it.
+        return chain + 1, drafted.depth if outcome.finished else 0, main, siblings - 1 - drafted.depth
+    accepted = outcome.committed  # all of them on the line
+    if not outcome.finished:
+        return accepted, 0, 0, siblings
+    if accepted > chain:  # the main branch survived: it is the line
+        return accepted, chain + main - accepted, 0, siblings
+    return accepted, chain - accepted, main, siblings

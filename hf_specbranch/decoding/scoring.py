@@ -1,0 +1,136 @@
+"""Applying the user's logits processors to many positions at once, without showing them anything untrue.
+
+Three kinds of processor:
+
+- *pointwise*: looks at the scores alone (temperature, top-p). Runs once over all positions.
+- *prefix*: looks at one row's text too, and keeps no state (repetition penalty). Runs at any position, in any
+  order, on the target's scores and on the draft's.
+- *opaque*: everything else: a user's own class, or one with state. It is called on the target's scores alone,
+  for exactly the prefixes that plain `generate()` would show it, in order. If it has `fork()` and
+  `rollback(n)`, a fork of it guides the draft as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+
+POINTWISE = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.TopHLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.LogitNormalization,
+    lp.SuppressTokensLogitsProcessor,
+)
+PREFIX = (
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+)
+
+Processor = Any  # a transformers LogitsProcessor: (input_ids [B, L], scores [B, V]) -> scores [B, V]
+
+
+@runtime_checkable
+class Forkable(Protocol):
+    """What a stateful processor offers to take part in drafting."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor: ...
+
+    def fork(self) -> Forkable:
+        """An independent copy in the same state."""
+        ...
+
+    def rollback(self, n: int) -> None:
+        """Undo the last `n` calls."""
+        ...
+
+
+def is_opaque(processor: Processor) -> bool:
+    return type(processor) not in POINTWISE and type(processor) not in PREFIX
+
+
+def stateless(processors: Sequence[Processor]) -> list[Processor]:
+    """The processors that may be called at any position in any order."""
+    return [processor for processor in processors if not is_opaque(processor)]
+
+
+def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]], logits: Tensor) -> Tensor:
+    """Apply stateless processors at every position of every row.
+
+    Args:
+        processors: pointwise and prefix processors.
+        prefixes: `prefixes[b][j]` is the text [1, L] before position `j` of row `b`; may be empty if no
+            processor looks at it.
+        logits: [B, Q, V] float32; not changed.
+    """
+    scores = logits
+    for processor in processors:
+        if type(processor) in POINTWISE:
+            flat = scores.reshape(-1, scores.shape[-1])
+            scores = processor(torch.empty((flat.shape[0], 0), dtype=torch.long), flat).view_as(logits)
+        else:
+            rows = [
+                torch.cat([processor(prefix, scores[b, j : j + 1]) for j, prefix in enumerate(row)])
+                for b, row in enumerate(prefixes)
+            ]
+            scores = torch.stack(rows)
+    return scores
+
+
+def needs_prefixes(processors: Sequence[Processor]) -> bool:
+    return any(type(processor) in PREFIX for processor in processors)
+
+
+class Guide:
+    """Forks of the user's stateful processors, walking along one drafted line of one sequence.
+
+    Each must see every prefix of its line once and in order; `seen` is the length of the next it expects.
+    """
+
+    def __init__(self, processors: list[Processor], seen: int) -> None:
+        self.processors = processors
+        self.seen = seen
+
+    @classmethod
+    def beside(cls, processors: Sequence[Processor], seen: int) -> Guide:
+        """Fork the forkable ones; leave out the rest, which must not see drafts."""
+        usable = [p for p in processors if not is_opaque(p) or isinstance(p, Forkable)]
+        return cls([p.fork() if is_opaque(p) else p for p in usable], seen)
+
+    def score(self, prefix: Tensor, logits: Tensor) -> Tensor:
+        """Scores [1, V] for the token after `prefix` [1, L]; `L` must not skip a length."""
+        assert prefix.shape[1] == self.seen, (prefix.shape[1], self.seen)
+        for processor in self.processors:
+            logits = processor(prefix, logits)
+        self.seen += 1
+        return logits
+
+    def fork(self) -> Guide:
+        return Guide([p.fork() if is_opaque(p) else p for p in self.processors], self.seen)
+
+    def rewind(self, length: int) -> None:
+        """Forget every prefix longer than `length`."""
+        surplus = self.seen - (length + 1)
+        if surplus > 0:
+            for processor in self.processors:
+                if is_opaque(processor):
+                    processor.rollback(surplus)
+            self.seen = length + 1

@@ -1,0 +1,51 @@
+"""Where a row ends: the user's stopping criteria, asked after every token as plain `generate()` asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.generation import stopping_criteria as sc
+
+ROWWISE = (sc.StopStringCriteria, sc.MaxTimeCriteria)  # say the same of a row whatever stands beside it
+
+
+class Stopper:
+    """Splits the criteria into those the host can answer by itself and those that must be called.
+
+    Args:
+        criteria: a `StoppingCriteriaList`.
+        max_length: the longest text, prompt included.
+    """
+
+    def __init__(self, criteria: Sequence[Any], max_length: int) -> None:
+        self.max_length = max_length
+        self.eos: set[int] = set()
+        self.called: list[Any] = []
+        for criterion in criteria:
+            if type(criterion) is sc.EosTokenCriteria:
+                self.eos.update(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is sc.MaxLengthCriteria:
+                self.max_length = min(self.max_length, criterion.max_length)
+            else:
+                self.called.append(criterion)
+        # Plain `generate()` pads finished rows only if there is an end-of-sequence token.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+    @property
+    def needs_rows_in_step(self) -> bool:
+        """Whether some criterion may depend on the whole batch, so that rows must grow together."""
+        return any(type(criterion) not in ROWWISE for criterion in self.called) or bool(self.called and not self.pads)
+
+    def row_ends(self, text: Tensor, token: int, scores: Any) -> bool:
+        """Whether a row [1, L] that has just gained `token` is complete."""
+        ends = [bool(criterion(text, scores).all()) for criterion in self.called]
+        return any(ends) or token in self.eos or text.shape[1] >= self.max_length
+
+    def rows_end(self, text: Tensor, tokens: list[int], scores: Any) -> list[bool]:
+        """The same for all rows [B, L] at once."""
+        ends = [token in self.eos or text.shape[1] >= self.max_length for token in tokens]
+        for criterion in self.called:
+            ends = [end or fired for end, fired in zip(ends, criterion(text, scores).tolist())]
+        return ends

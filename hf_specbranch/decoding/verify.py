@@ -1,0 +1,115 @@
+"""Verdicts: pure functions from what the target said and what was drafted to what is committed.
+
+Notation: `p` is the target's distribution, `q` the draft's, both after the logits processors. A chain of N
+drafted tokens is followed by the branch point, position N, where branches may have been drafted: the main
+branch first, which continues the drafted line, then its siblings.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NONE = -1  # no branch survived
+
+
+class Verdict(NamedTuple):
+    """What becomes of a chain, row by row."""
+
+    accepted: Tensor  # [B] chain tokens that stand
+    token: Tensor  # [B] the target's own token after them
+    survivor: Tensor  # [B] which branch starts with that token, or NONE
+
+
+def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tensor, width: Tensor) -> Verdict:
+    """Follow the drafted tokens for as long as they are what the target chose.
+
+    With choices `argmax p` this is greedy decoding; with choices drawn from `p` it is sampling from `p`, for
+    any chain and any branches that do not depend on the draws.
+
+    Args:
+        choices: [B, N + 1] the target's token at each chain position and at the branch point.
+        chain: [B, N] drafted tokens.
+        length: [B] how many of them are real.
+        branches: [B, K] the tokens at the branch point.
+        width: [B] how many of these are real.
+    """
+    accepted = _leading((choices[:, :-1] == chain) & _before(length, chain.shape[1]))
+    token = _pick(choices, accepted)
+    survivor = _find(token, branches, torch.where(accepted == length, width, 0))
+    return Verdict(accepted, token, survivor)
+
+
+def judge_samples(
+    p: Tensor,
+    q: Tensor,
+    chain: Tensor,
+    length: Tensor,
+    branches: Tensor,
+    width: Tensor,
+    generator: torch.Generator | None = None,
+) -> Verdict:
+    """Speculative sampling: each drafted token `x ~ q` stands with probability `min(1, p(x) / q(x))`; in place
+    of the first that falls, one from the residual `norm(max(0, p - q))`.
+
+    The main branch's token at the branch point was drawn from `q` too and is tested like the chain's; if it
+    falls, the residual's token may start one of its siblings. Without branches the token there comes from `p`.
+
+    Args:
+        p: [B, N + 1, V] target probabilities at the chain positions and the branch point.
+        q: [B, N + 1, V] draft probabilities there.
+        chain: [B, N] tokens drawn from `q`.
+        length: [B] how many of them are real.
+        branches: [B, K] tokens at the branch point, the main branch's, drawn from `q`, first.
+        width: [B] how many of these are real; 0 where nothing was drafted at the branch point.
+        generator: source of randomness.
+    """
+    rows, positions, _ = p.shape
+    drawn = torch.cat([chain, chain.new_zeros(rows, 1)], dim=1)  # [B, N + 1]
+    drawn.scatter_(1, length[:, None], branches[:, :1])
+    tested = length + (width > 0)  # [B] drafted tokens that face the test
+    chance = acceptance(p, q).gather(2, drawn[:, :, None])[:, :, 0]
+    uniform = torch.rand((rows, positions), generator=generator, device=p.device, dtype=p.dtype)
+    standing = _leading((uniform < chance) & _before(tested, positions))  # [B]
+    where = standing.clamp(max=positions - 1)
+    p_there = p[torch.arange(rows, device=p.device), where]  # [B, V]
+    q_there = q[torch.arange(rows, device=p.device), where]
+    source = torch.where((standing < tested)[:, None], residual(p_there, q_there), p_there)
+    fresh = torch.multinomial(source, 1, generator=generator)[:, 0]
+    main_stands = standing > length  # the whole chain, and the main branch's token behind it
+    token = torch.where(main_stands, branches[:, 0], fresh)
+    survivor = _find(token, branches, torch.where(standing >= length, width, 0))
+    return Verdict(torch.minimum(standing, length), token, survivor)
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """The probability `min(1, p(x) / q(x))` with which a token `x` drawn from `q` stands."""
+    return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0).clamp(max=1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """`norm(max(0, p - q))` over the last dimension; `p` itself where the two are equal."""
+    rest = (p - q).clamp(min=0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)
+
+
+def _before(length: Tensor, size: int) -> Tensor:
+    return torch.arange(size, device=length.device) < length[:, None]  # [B, size]
+
+
+def _leading(flags: Tensor) -> Tensor:
+    """How many flags are set before the first that is not."""
+    return flags.long().cumprod(1).sum(1)
+
+
+def _pick(table: Tensor, index: Tensor) -> Tensor:
+    return table.gather(1, index[:, None])[:, 0]
+
+
+def _find(token: Tensor, branches: Tensor, width: Tensor) -> Tensor:
+    """Index of the branch that starts with `token`, among the first `width`; NONE if there is none."""
+    same = (branches == token[:, None]) & _before(width, branches.shape[1])
+    return torch.where(same.any(1), same.long().argmax(1), NONE)

@@ -1,0 +1,83 @@
+"""The runner that works wherever transformers does: one ordinary forward a call."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .base import Step
+from .masks import MaskMaker
+from .slots import SlotCache
+
+
+class EagerRunner:
+    """A model, its slot cache, and the positions of what the slots hold.
+
+    Args:
+        model: any decoder-only model whose attention takes explicit masks.
+        masks: how this model wants its masks; see `probe.mask_maker_for`.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
+        self.model = model
+        self.masks = masks
+        self.cache = SlotCache()
+        embedding = model.get_input_embeddings().weight
+        self.device: torch.device = embedding.device
+        self.vocabulary: int = embedding.shape[0]
+        self.slot_positions = torch.zeros((0, 0), dtype=torch.long, device=self.device)  # [B, capacity]
+        config = model.config.get_text_config(decoder=True)
+        self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for `slots` slots in each of `rows` rows."""
+        self.cache.reserve(slots)
+        if self.slot_positions.shape[1] < self.cache.address.capacity:
+            grown = torch.zeros((rows, self.cache.address.capacity), dtype=torch.long, device=self.device)
+            grown[: self.slot_positions.shape[0], : self.slot_positions.shape[1]] = self.slot_positions
+            self.slot_positions = grown
+
+    def prefill(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Run tokens [B, P] through the model's own causal path and return the last logits [B, V]."""
+        self.place(positions)
+        extra: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
+        self.cache.append()
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **extra,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def place(self, positions: Tensor, first: int = 0) -> None:
+        """Note that slots `first` onward hold tokens at these positions, [B, N]."""
+        self.reserve(positions.shape[0], first + positions.shape[1])
+        self.slot_positions[:, first : first + positions.shape[1]] = positions
+
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """See `Runner`. `extra` goes to the model as it is (`output_hidden_states` and the like)."""
+        shown = visible.shape[2]
+        self.slot_positions.scatter_(1, slots, positions)
+        self.cache.address.point_at(slots, shown)
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=self.masks(visible, positions, self.slot_positions[:, :shown]),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **extra,
+        )
+        return Step(output.logits, output.get("hidden_states"), output.get("attentions"))
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        self.slot_positions.scatter_(1, destination, self.slot_positions.gather(1, source))
+        self.cache.move(source, destination)

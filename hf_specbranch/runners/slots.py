@@ -1,0 +1,165 @@
+"""A transformers cache whose entries are addressed by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
+
+BUCKET = 256  # capacity grows in multiples of this many slots
+
+
+class Address:
+    """Where the next forward writes and what it reads; one object shared by all layers of a cache."""
+
+    def __init__(self) -> None:
+        self.slots: Tensor | None = None  # [B, Q]; None appends behind what is there
+        self.shown = 0  # slots the attention reads: the first `shown`
+        self.capacity = BUCKET
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def point_at(self, slots: Tensor | None, shown: int) -> None:
+        self.slots, self.shown = slots, shown
+        self._on_device.clear()
+
+    def rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Index tensors [B, 1] and [B, Q] on `device`; layers of a split model live on several."""
+        assert self.slots is not None
+        if device not in self._on_device:
+            rows = torch.arange(self.slots.shape[0], device=device)[:, None]
+            self._on_device[device] = rows, self.slots.to(device)
+        return self._on_device[device]
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, heads, capacity, head_dim], written wherever the address says."""
+
+    is_sliding = False
+
+    def __init__(self, address: Address) -> None:
+        super().__init__()
+        self.address = address
+        self.appended = 0  # entries written by appending, that is, by prefill
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = self._room_for(key_states, self.address.capacity)
+        self.values = self._room_for(value_states, self.address.capacity)
+        self.is_initialized = True
+
+    @staticmethod
+    def _room_for(states: Tensor, capacity: int) -> Tensor:
+        rows, heads, _, head_dim = states.shape
+        return states.new_zeros((rows, heads, capacity, head_dim))
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized and self.keys.shape[2] < capacity:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = self._room_for(old, capacity)
+                new[:, :, : old.shape[2]] = old
+                setattr(self, name, new)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.address.slots is None:
+            end = self.appended + key_states.shape[2]
+            self.keys[:, :, self.appended : end] = key_states
+            self.values[:, :, self.appended : end] = value_states
+            self.appended = end
+            return self.keys[:, :, :end], self.values[:, :, :end]
+        rows, slots = self.address.rows_and_slots(self.keys.device)
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
+        shown = self.address.shown
+        return self.keys[:, :, :shown], self.values[:, :, :shown]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.appended + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.appended
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """One `SlotLayer` per layer of the model, created as the first forward reaches it."""
+
+    def __init__(self) -> None:
+        self.address = Address()
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self.address))
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots, keeping what is stored."""
+        if slots > self.address.capacity:
+            self.address.capacity = -(-slots // BUCKET) * BUCKET
+            for layer in self.layers:
+                layer.grow(self.address.capacity)
+
+    def append(self) -> None:
+        """The next forward is a prefill: it writes behind what earlier prefills wrote."""
+        self.address.point_at(None, 0)
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy entries between slots, [B, N] to [B, N]; reading happens before writing."""
+        for layer in self.layers:
+            rows = torch.arange(source.shape[0], device=layer.keys.device)[:, None]
+            origin, target = source.to(layer.keys.device), destination.to(layer.keys.device)
+            layer.keys[rows, :, target] = layer.keys[rows, :, origin]
+            layer.values[rows, :, target] = layer.values[rows, :, origin]
+
+    def load(self, past: Cache) -> None:
+        """Take over what another cache holds, entry `i` into slot `i`.
+
+        A sliding layer remembers only its window; the slots before it stay empty, and the window hides them.
+        """
+        length = past_length(past)
+        self.reserve(length)
+        for index, (keys, values, first) in enumerate(_stored(past)):
+            layer = SlotLayer(self.address)
+            layer.lazy_initialization(keys, values)
+            layer.keys[:, :, first:length] = keys
+            layer.values[:, :, first:length] = values
+            layer.appended = length
+            assert len(self.layers) == index
+            self.layers.append(layer)
+
+    def store(self, past: Cache, first: int, last: int) -> None:
+        """Append slots `first` to `last` (exclusive) to another cache."""
+        if last > first:
+            for index, layer in enumerate(self.layers):
+                past.update(layer.keys[:, :, first:last].clone(), layer.values[:, :, first:last].clone(), index)
+
+
+def past_length(past: Cache) -> int:
+    """How many tokens a cache has seen."""
+    return int(past.get_seq_length())
+
+
+def can_load(past: Cache) -> bool:
+    """Whether `SlotCache.load` understands every layer of this cache."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+    return all(type(layer) in plain for layer in past.layers)
+
+
+def _stored(past: Cache) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Keys, values and the first token they belong to, layer by layer."""
+    for layer in past.layers:
+        length = int(layer.get_seq_length())
+        if isinstance(layer, StaticLayer):
+            yield layer.keys[:, :, :length], layer.values[:, :, :length], 0
+        else:
+            yield layer.keys, layer.values, length - layer.keys.shape[2]
