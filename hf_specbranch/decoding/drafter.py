@@ -123,10 +123,10 @@ class Drafter:
             drafted = Drafted(
                 chain=self.chain_length[b],
                 main=self.line.length[b] - self.chain_length[b],
-                siblings=max(0, self.width[b] - 1),
+                branches=self.width[b] if self.policy.forks else 0,
                 depth=self.depth,
             )
-            settle(self.stats, drafted, outcome, self.policy.forks)
+            settle(self.stats, drafted, outcome)
         self._follow_siblings(outcomes)
         for b, outcome in enumerate(outcomes):
             if outcome.complete and outcome.survivor == NONE:

@@ -13,34 +13,28 @@ class Drafted(NamedTuple):
     """What stood drafted on one row when a verdict came."""
 
     chain: int  # tokens the target looked at
-    main: int  # tokens behind the chain on the line: the main branch, its token at the branch point included
-    siblings: int  # how many siblings it has
+    main: int  # tokens behind it on the line; where the line forks, these are the main branch
+    branches: int  # branches at the fork, the main one included; 0 where the line does not fork (or in PEARL)
     depth: int  # tokens of a sibling behind its first
 
     @property
     def sibling_tokens(self) -> int:
-        return self.siblings * (1 + self.depth)
+        return max(0, self.branches - 1) * (1 + self.depth)
 
 
-def settle(stats: SpecBranchStats, drafted: Drafted, outcome: Outcome, forks: bool) -> None:
-    """Count one verdict.
-
-    Args:
-        forks: tokens behind the chain stand on branches; otherwise (PEARL) they stand on the line.
-    """
+def settle(stats: SpecBranchStats, drafted: Drafted, outcome: Outcome) -> None:
+    """Count one verdict on one row."""
     if not (drafted.chain or drafted.main):
         return
     stats.num_drafts += 1
-    reached = outcome.complete and outcome.accepted == drafted.chain and drafted.main > 0
-    survived = outcome.complete and outcome.survivor != NONE
-    if forks and reached:
+    if drafted.branches and outcome.complete and outcome.accepted == drafted.chain:
         stats.branch_points += 1
-        stats.branch_hits += survived
-    on_line, lost_chain, lost_main, lost_siblings = _fates(drafted, outcome)
-    stats.count_acceptance(on_line)
-    stats.num_accepted_tokens += on_line
-    stats.wasted_branch_tokens += lost_siblings + (lost_main if forks else 0)
-    stats.rollback_tokens += lost_chain + (0 if forks else lost_main)
+        stats.branch_hits += outcome.survivor != NONE
+    accepted, lost_chain, lost_main, lost_siblings = _fates(drafted, outcome)
+    stats.count_acceptance(accepted)
+    stats.num_accepted_tokens += accepted
+    stats.wasted_branch_tokens += lost_siblings + (lost_main if drafted.branches else 0)
+    stats.rollback_tokens += lost_chain + (0 if drafted.branches else lost_main)
 
 
 def _fates(drafted: Drafted, outcome: Outcome) -> tuple[int, int, int, int]:

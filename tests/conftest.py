@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from .models import llama, noisy_copy
+
+torch.set_num_threads(1)  # tiny models: threads cost more than they bring
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="session")
+def target():
+    return llama(seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(target):
+    """Agrees with the target often, not always."""
+    return noisy_copy(target, noise=0.25, seed=1)
+
+
+@pytest.fixture(scope="session")
+def stranger():
+    """A draft that hardly ever agrees."""
+    return llama(seed=7)

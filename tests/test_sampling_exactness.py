@@ -1,0 +1,183 @@
+"""Sampled output has exactly the target's distribution, and the test that says so notices when it has not."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
+
+from hf_specbranch import SpeculationHook
+from hf_specbranch.decoding import drafter as drafter_module
+from hf_specbranch.decoding import judge as judge_module
+from hf_specbranch.decoding import verify
+
+from .models import config
+from .sampling import SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+DRAFTING = ("greedy", "sample")
+
+
+def assert_exact(settings, **run):
+    model, _ = sampling_pair()
+    expected = exact_distribution(model, run.get("processors", ()))
+    assert p_value(draw(settings, **run), expected) > SMALLEST_P
+
+
+def assert_biased(settings, **run):
+    model, _ = sampling_pair()
+    expected = exact_distribution(model, run.get("processors", ()))
+    assert p_value(draw(settings, books_balance=False, **run), expected) < SMALLEST_P
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+def test_every_policy_samples_from_the_target(policy, drafting):
+    assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
+
+
+def test_the_autoregressive_policy_samples_from_the_target():
+    assert_exact(config("autoregressive"))
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_fixed_length_drafts_sample_from_the_target(drafting):
+    assert_exact(config("vanilla", gamma=3, epsilon=0.0, draft_sampling=drafting))
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_the_sequential_loop_samples_from_the_target(drafting):
+    assert_exact(config("specbranch", gamma=1, k=4, epsilon=0.4, draft_sampling=drafting, overlap=False))
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("policy", ["vanilla", "specbranch"])
+def test_processors_shape_the_distribution_as_in_plain_generate(policy, drafting):
+    processors = [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)]
+    settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
+    assert_exact(settings, processors=processors, samples=6_000)
+
+
+class FavourRepeats(LogitsProcessor):
+    """A user's processor: nothing is known about it, so it is only shown text that is final."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter_add(1, input_ids[:, -1:], torch.ones_like(input_ids[:, -1:], dtype=scores.dtype))
+
+
+def test_a_users_processor_shapes_the_distribution_as_in_plain_generate():
+    assert_exact(config("specbranch", gamma=2, k=3, epsilon=0.5), processors=[FavourRepeats()])
+
+
+class Whimsical(SpeculationHook):
+    """Cuts and forks by everything a hook can see: tokens, confidences, lengths."""
+
+    def stop(self, state):
+        return (state.scores * state.scores.clamp(min=1e-9).log()).sum(-1) < -1.1
+
+    def fork(self, state):
+        return 1 + state.length % 3
+
+    def keep(self, survivor):
+        odd = survivor.tokens[:, 0] % 2 == 1
+        unsure = survivor.confidence[:, -1] < 0.5
+        return torch.where(odd | unsure, 0, survivor.length)
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
+    settings = config("specbranch", gamma=2, k=3, epsilon=0.3, draft_sampling=drafting)
+    assert_exact(settings, hooks=[Whimsical()])
+
+
+@pytest.mark.parametrize("verdict", [0, 1, 2])
+def test_a_length_heads_verdict_leaves_the_distribution_alone(verdict):
+    def head(survivor):
+        return torch.full_like(survivor.length, verdict)
+
+    settings = config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling="sample", length_head=head)
+    assert_exact(settings, samples=10_000)
+
+
+# ---- the test must be able to fail
+
+
+def test_a_bias_of_two_percent_is_noticed():
+    model, _ = sampling_pair()
+    expected = exact_distribution(model)
+    biased = expected.copy()
+    shift = 0.02
+    biased *= 1 - shift
+    biased[: len(biased) // 4] += shift * expected[: len(biased) // 4] / expected[: len(biased) // 4].sum()
+    noticed = [p_value(np.random.default_rng(s).multinomial(SAMPLES, biased), expected) < SMALLEST_P for s in range(20)]
+    assert sum(noticed) >= 14
+    fair = [p_value(np.random.default_rng(s).multinomial(SAMPLES, expected), expected) > SMALLEST_P for s in range(20)]
+    assert all(fair)
+
+
+def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
+    def unnormalised(p, q):
+        rest = (p - q).clamp(min=0)
+        rest[..., -1] += 1 - rest.sum(-1)  # where inverse sampling ends up when the sum falls short of 1
+        return rest
+
+    monkeypatch.setattr(verify, "residual", unnormalised)
+    assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
+
+
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting):
+    honest = judge_module.Judge.__call__
+
+    def greedy_at_the_fork(self, logits, chain, branches):
+        verdict, scores = honest(self, logits, chain, branches)
+        at_point = scores[torch.arange(len(scores)), chain.length]
+        best = at_point.gather(1, branches.tokens).argmax(1)
+        forked = (verdict.accepted == chain.length) & (branches.width == branches.tokens.shape[1])
+        token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], verdict.token)
+        return verify.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
+
+    monkeypatch.setattr(judge_module.Judge, "__call__", greedy_at_the_fork)
+    assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
+
+
+def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkeypatch):
+    honest = drafter_module.Drafter._draft_stage
+
+    def cut_unlikely_tokens(self, room):
+        honest(self, room)
+        line = self.line
+        for b in self.rows:
+            for j in range(line.length[b]):
+                column = line.start[b] + j
+                if line.scores[b, column % line.ring, line.ids[b, column]] < 0.5:
+                    line.length[b] = j
+                    break
+
+    monkeypatch.setattr(drafter_module.Drafter, "_draft_stage", cut_unlikely_tokens)
+    assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
+
+
+def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
+    """What a cut must not do: throw drawn tokens away because of what was drawn, and draw anew."""
+    honest = drafter_module.Drafter._cut
+
+    def redraw(self):
+        honest(self)
+        line = self.line
+        for b in self.rows:
+            if self.survived[b] and line.length[b] and int(line.ids[b, line.start[b]]) % 2 == 1:
+                line.length[b], line.known[b] = 0, False
+                self.fed[b] = min(self.fed[b], line.start[b] - 1)
+        return line.length
+
+    monkeypatch.setattr(drafter_module.Drafter, "_cut", redraw)
+    assert_biased(config("specbranch", gamma=2, k=2, epsilon=1.0, draft_sampling="sample"))
+
+
+@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_the_same_seed_gives_the_same_text(policy, drafting):
+    settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
+    first, second = (draw(settings, samples=1000, seed=11) for _ in range(2))
+    other = draw(settings, samples=1000, seed=12)
+    assert (first == second).all() and (first != other).any()

@@ -1,0 +1,127 @@
+"""The verdict on its own: no models, closed forms and large vectorised draws."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from hf_specbranch.decoding.verify import NONE, acceptance, judge_choices, judge_samples, residual
+
+
+def distributions(size=5):
+    weights = st.lists(st.integers(0, 20), min_size=size, max_size=size).filter(any)
+    return weights.map(lambda w: torch.tensor(w, dtype=torch.float64) / sum(w))
+
+
+@given(distributions(), distributions())
+def test_acceptance_and_residual_together_reproduce_p(p, q):
+    stands = acceptance(p, q)
+    rejected = (q * (1 - stands)).sum()
+    assert torch.allclose(q * stands + rejected * residual(p, q), p, atol=1e-12)
+
+
+@given(distributions(), distributions())
+def test_the_residual_is_a_distribution(p, q):
+    rest = residual(p, q)
+    assert (rest >= 0).all() and torch.allclose(rest.sum(), torch.tensor(1.0, dtype=torch.float64))
+
+
+@given(distributions(), distributions(), st.data())
+def test_drawing_from_p_and_looking_among_branches_reproduces_p_for_any_set_of_branches(p, q, data):
+    branches = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True))
+    probability = torch.zeros(5, dtype=torch.float64)
+    for choice in range(5):
+        verdict = judge_choices(
+            torch.tensor([[choice]]),
+            torch.zeros((1, 0), dtype=torch.long),
+            torch.tensor([0]),
+            torch.tensor([branches]),
+            torch.tensor([len(branches)]),
+        )
+        probability[int(verdict.token)] += p[choice]
+        survivor = int(verdict.survivor)
+        assert (survivor == NONE) == (choice not in branches)
+        assert survivor == NONE or branches[survivor] == choice
+    assert torch.allclose(probability, p)
+
+
+@given(st.lists(st.integers(0, 3), min_size=0, max_size=5), st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_choices_are_followed_up_to_the_first_difference(chain, choices):
+    verdict = judge_choices(
+        torch.tensor([choices[: len(chain) + 1]]),
+        torch.tensor([chain], dtype=torch.long).view(1, -1),
+        torch.tensor([len(chain)]),
+        torch.tensor([[0]]),
+        torch.tensor([0]),
+    )
+    agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, choices))))
+    assert (int(verdict.accepted), int(verdict.token)) == (agreed, choices[agreed])
+
+
+def test_padding_behind_a_short_chain_is_never_accepted():
+    verdict = judge_choices(
+        choices=torch.tensor([[1, 1, 1], [1, 1, 1]]),
+        chain=torch.tensor([[1, 1], [1, 1]]),
+        length=torch.tensor([1, 2]),
+        branches=torch.tensor([[1], [1]]),
+        width=torch.tensor([0, 1]),
+    )
+    assert verdict.accepted.tolist() == [1, 2]
+    assert verdict.survivor.tolist() == [NONE, 0]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 2), st.integers(0, 3))
+def test_samples_have_the_joint_distribution_of_p(seed, length, width):
+    """Chains of up to two drawn tokens and a fork behind them: the committed tokens follow p exactly."""
+    rows, size, positions = 200_000, 4, 3
+    rng = torch.Generator().manual_seed(seed)
+    p, q = (torch.rand((positions, size), generator=rng, dtype=torch.float64).pow(3) + 1e-3 for _ in range(2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    drawn = torch.stack([torch.multinomial(q[j], rows, True, generator=rng) for j in range(positions)], 1)
+    main = drawn[:, length]
+    favoured = q[length].expand(rows, -1).scatter(1, main[:, None], 2.0)
+    branches = favoured.topk(max(width, 1), dim=-1).indices
+    verdict = judge_samples(
+        p[None, : length + 1].expand(rows, -1, -1),
+        q[None, : length + 1].expand(rows, -1, -1),
+        drawn[:, :length],
+        torch.full((rows,), length),
+        branches,
+        torch.full((rows,), width),
+        rng,
+    )
+    # The first committed token of every row follows p at its position; so does the last, given where it stands.
+    first = torch.where(verdict.accepted > 0, drawn[:, 0], verdict.token)
+    assert chisquare(first.bincount(minlength=size), p[0] * rows / p[0].sum()).pvalue > 1e-5
+    whole = verdict.accepted == length
+    counts = verdict.token[whole].bincount(minlength=size)
+    assert chisquare(counts, p[length] * whole.sum() / p[length].sum()).pvalue > 1e-5
+
+
+def test_a_sibling_survives_when_the_residual_draws_its_token():
+    rows = 1000
+    p, q = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])
+    verdict = judge_samples(
+        p.expand(rows, -1, -1),
+        q.expand(rows, -1, -1),
+        torch.zeros((rows, 0), dtype=torch.long),
+        torch.zeros(rows, dtype=torch.long),
+        torch.tensor([[0, 1]]).expand(rows, -1),
+        torch.full((rows,), 2),
+        torch.Generator().manual_seed(0),
+    )
+    assert (verdict.token == 1).all() and (verdict.survivor == 1).all()
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_equal_distributions_accept_everything(width):
+    p = torch.full((64, 3, 4), 0.25)
+    chain = torch.randint(0, 4, (64, 2))
+    length, branch = torch.full((64,), 2), torch.randint(0, 4, (64, 1))
+    verdict = judge_samples(p, p, chain, length, branch, torch.full((64,), width), torch.Generator().manual_seed(0))
+    assert (verdict.accepted == 2).all()
+    assert (verdict.survivor == (0 if width else NONE)).logical_or(torch.tensor(width == 0)).all()
