@@ -39,6 +39,7 @@ class Request:
     draft: PreTrainedModel | None
     hooks: Sequence[SpeculationHook]
     generator: torch.Generator | None
+    fills_cache: bool  # past_key_values was passed in
 
 
 # `generate()` takes some arguments by position; by name they are easier to look at.
@@ -103,7 +104,13 @@ class SpecBranchMixin(GenerationMixin):
         if draft is None and specbranch is None and POLICIES[config.policy].drafts:
             return super().generate(**arguments)
         head = length_head if length_head is not None else config.length_head or memory.head
-        request = Request(replace(config, length_head=head), draft, tuple(speculation_hooks), generator)
+        request = Request(
+            config=replace(config, length_head=head),
+            draft=draft,
+            hooks=tuple(speculation_hooks),
+            generator=generator,
+            fills_cache=arguments.get("past_key_values") is not None,
+        )
         token = _REQUEST.set(request)
         try:
             # Any assistant makes transformers take the assisted road; which draft is used, the request says.
@@ -165,6 +172,7 @@ class SpecBranchMixin(GenerationMixin):
                 generation_config=generation_config,
                 streamer=streamer,
                 model_kwargs=model_kwargs,
+                fills_cache=request.fills_cache,
             )
         )
         return output

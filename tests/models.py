@@ -60,9 +60,7 @@ def prompt(rows=1, length=7, seed=0, vocabulary=VOCABULARY):
 
 
 def config(policy="specbranch", gamma=4, k=3, epsilon=0.3, **more):
-    return SpecBranchConfig(
-        policy=policy, max_draft_length=gamma, max_branches=k, confidence_threshold=epsilon, **more
-    )
+    return SpecBranchConfig(policy=policy, max_draft_length=gamma, max_branches=k, confidence_threshold=epsilon, **more)
 
 
 def assert_counts_add_up(stats):

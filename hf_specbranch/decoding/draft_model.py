@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
-from .scoring import Guide, Processor, needs_prefixes, score_positions, stateless
+from .scoring import Guide, Processor, can_guide, needs_prefixes, score_positions, stateless
 
 
 class DraftModel:
@@ -42,8 +42,9 @@ class DraftModel:
         self.last_position = None if runner.position_limit is None else runner.position_limit - 1
         self.vocabulary, self.own_vocabulary = vocabulary, runner.vocabulary
         self.processors = stateless(processors)
-        # A guide follows one line; rows of a batch would each need their own state.
-        self.guide = Guide.beside(processors, length) if rows == 1 else None
+        # A guide follows one line, from a prompt it has read; rows of a batch would each need their own state.
+        guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
+        self.guide = Guide.beside(processors, length) if guided else None
 
     @property
     def reads_prefixes(self) -> bool:

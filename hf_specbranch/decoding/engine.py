@@ -59,6 +59,7 @@ class Call:
     generation_config: GenerationConfig
     streamer: Any
     model_kwargs: dict[str, Any]
+    fills_cache: bool  # the caller's own past_key_values is to be kept up to date
 
     @property
     def rows(self) -> int:
@@ -207,7 +208,7 @@ def _make_output(
 ) -> Tensor | SpecBranchOutput:
     sequences = text.sequences()
     past, returns = call.past, bool(call.generation_config.return_dict_in_generate)
-    if past is not None and (returns or past_length(past) > 0):
+    if past is not None and (returns or call.fills_cache):
         # As in plain generate, the last token is not in the cache yet.
         target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
     if not returns:

@@ -6,14 +6,14 @@ Three kinds of processor:
 - *prefix*: looks at one row's text too, and keeps no state (repetition penalty). Runs at any position, in any
   order, on the target's scores and on the draft's.
 - *opaque*: everything else: a user's own class, or one with state. It is called on the target's scores alone,
-  for exactly the prefixes that plain `generate()` would show it, in order. If it has `fork()` and
-  `rollback(n)`, a fork of it guides the draft as well.
+  for exactly the prefixes that plain `generate()` would show it, in order. If it has `fork()` (an independent
+  copy in the same state) and `rollback(n)` (undo the last `n` calls), a fork of it guides the draft as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,23 +48,14 @@ PREFIX = (
 Processor = Any  # a transformers LogitsProcessor: (input_ids [B, L], scores [B, V]) -> scores [B, V]
 
 
-@runtime_checkable
-class Forkable(Protocol):
-    """What a stateful processor offers to take part in drafting."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor: ...
-
-    def fork(self) -> Forkable:
-        """An independent copy in the same state."""
-        ...
-
-    def rollback(self, n: int) -> None:
-        """Undo the last `n` calls."""
-        ...
-
-
 def is_opaque(processor: Processor) -> bool:
     return type(processor) not in POINTWISE and type(processor) not in PREFIX
+
+
+def can_guide(processor: Processor) -> bool:
+    """Whether an opaque processor offers what it takes to follow drafts."""
+    offers = (getattr(processor, "fork", None), getattr(processor, "rollback", None))
+    return is_opaque(processor) and all(map(callable, offers))
 
 
 def stateless(processors: Sequence[Processor]) -> list[Processor]:
@@ -112,7 +103,7 @@ class Guide:
     @classmethod
     def beside(cls, processors: Sequence[Processor], seen: int) -> Guide:
         """Fork the forkable ones; leave out the rest, which must not see drafts."""
-        usable = [p for p in processors if not is_opaque(p) or isinstance(p, Forkable)]
+        usable = [p for p in processors if not is_opaque(p) or can_guide(p)]
         return cls([p.fork() if is_opaque(p) else p for p in usable], seen)
 
     def score(self, prefix: Tensor, logits: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""Bad requests are refused with one clear message, before any work."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_specbranch import SpecBranchConfig, specbranch
+
+from .models import VOCABULARY, attached, config, llama, prompt
+from .tokens import letter_tokenizer
+
+
+@pytest.fixture
+def model(target):
+    """Fails the test if anything is computed before the error."""
+    model = attached(target)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("worked before refusing"))
+    return model
+
+
+def mamba():
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, pad_token_id=0))
+
+
+def t5():
+    sizes = dict(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"policy": "magic"}, "policy='magic': expected one of 'autoregressive', 'vanilla', 'pearl', 'specbranch'"),
+        ({"max_draft_length": 0}, 'max_draft_length=0: expected a whole number of at least 1 or "auto"'),
+        ({"max_draft_length": 2.5}, "max_draft_length=2.5: expected a whole number"),
+        ({"max_branches": 0}, "max_branches=0: expected a whole number of at least 1"),
+        ({"confidence_threshold": 1.5}, "confidence_threshold=1.5: expected a number from 0 to 1"),
+        ({"confidence_threshold": -0.1}, "confidence_threshold=-0.1: expected a number from 0 to 1"),
+        ({"runtime": "warp"}, "runtime='warp': expected one of"),
+        ({"draft_sampling": "beam"}, "draft_sampling='beam': expected one of"),
+        ({"overlap": 1}, "overlap=1: expected True or False"),
+        ({"length_head": 3}, "length_head=3: expected None, a path, a repository id or a callable"),
+        ({"gamma": 3}, r"unknown SpecBranchConfig settings \['gamma'\]: expected some of \['policy'"),
+    ],
+)
+def test_settings_are_checked_on_creation(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        SpecBranchConfig.from_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"use_cache": False}, "needs the cache"),
+        ({"num_beams": 3}, "speeds up greedy decoding and sampling, not beam_search: set num_beams=1"),
+        ({"input_ids": torch.zeros((1, 0), dtype=torch.long), "attention_mask": None}, "the prompt is empty"),
+        ({"length_head": "org/head"}, "length_head='org/head'"),
+        ({"specbranch": 7}, "specbranch=7: expected a SpecBranchConfig"),
+        ({"specbranch": {"policy": "magic"}}, "policy='magic'"),
+    ],
+)
+def test_a_call_that_cannot_be_carried_out_is_refused(wrong, message, model, draft):
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.generate(**{**prompt(), "max_new_tokens": 3, "assistant_model": draft, **wrong})
+
+
+def test_a_prompt_longer_than_the_context_is_refused(draft):
+    model = attached(llama(seed=0, max_position_embeddings=16))
+    with pytest.raises(ValueError, match="the prompt has 20 tokens and LlamaForCausalLM a context of 16"):
+        model.generate(**prompt(length=20), max_new_tokens=3, assistant_model=draft)
+
+
+def test_settings_without_a_draft_are_refused(model):
+    with pytest.raises(ValueError, match="policy='specbranch' needs a draft model: pass assistant_model="):
+        model.generate(**prompt(), max_new_tokens=3, specbranch=config())
+
+
+def test_the_autoregressive_policy_needs_no_draft(target):
+    model = attached(target)
+    out = model.generate(**prompt(), max_new_tokens=9, do_sample=False, specbranch=config("autoregressive"))
+    assert torch.equal(out, target.generate(**prompt(), max_new_tokens=9, do_sample=False))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(mamba, "the {} MambaForCausalLM keeps a recurrent state"), (t5, "the {} T5.* is an encoder-decoder model")],
+)
+def test_models_that_cannot_take_a_role_are_refused(make, message, role, target, draft):
+    with pytest.raises(ValueError, match=message.format(role)):
+        if role == "target":
+            specbranch(make())
+        else:
+            attached(target).generate(**prompt(), max_new_tokens=3, assistant_model=make())
+
+
+def test_a_draft_without_weights_is_refused(model, draft):
+    with torch.device("meta"):
+        empty = type(draft)(draft.config)
+    with pytest.raises(ValueError, match="the draft LlamaForCausalLM has weights on the meta device"):
+        model.generate(**prompt(), max_new_tokens=3, assistant_model=empty)
+
+
+def test_a_draft_that_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="the draft must be a transformers PreTrainedModel, not dict"):
+        model.generate(**prompt(), max_new_tokens=3, assistant_model={})
+
+
+@pytest.mark.compat
+def test_a_model_whose_attention_takes_no_masks_is_refused(draft):
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.raises(ValueError, match="BloomForCausalLM does not compute the same logits under an explicit"):
+        specbranch(bloom).generate(**prompt(), max_new_tokens=3, assistant_model=draft)
+
+
+def test_an_attention_without_explicit_masks_is_refused(draft):
+    model = attached(llama(seed=0, attn_implementation="flex_attention"))
+    with pytest.raises(ValueError, match="uses attn_implementation='flex_attention'.*load it with"):
+        model.generate(**prompt(), max_new_tokens=3, assistant_model=draft)
+
+
+def test_vocabularies_that_differ_are_refused_by_name(model):
+    other = llama(seed=0, vocabulary=60)
+    other.name_or_path = "org/other-draft"
+    with pytest.raises(ValueError, match=r"vocabulary sizes differ \(target .*: 48 entries, draft org/other-draft: 60"):
+        model.generate(**prompt(), max_new_tokens=3, assistant_model=other)
+
+
+def test_tokenizers_that_differ_are_refused_by_name(model, draft):
+    ours, theirs = letter_tokenizer(VOCABULARY, name_or_path="ours"), letter_tokenizer(40, name_or_path="theirs")
+    with pytest.raises(ValueError, match=r"the tokenizers differ \(ours and theirs"):
+        model.generate(**prompt(), max_new_tokens=3, assistant_model=draft, tokenizer=ours, assistant_tokenizer=theirs)
+
+
+def test_tokenizers_that_agree_allow_any_padding(target):
+    tokenizer, draft = letter_tokenizer(VOCABULARY), llama(seed=0, vocabulary=64)
+    kwargs = {**prompt(), "max_new_tokens": 12, "do_sample": False}
+    out = attached(target).generate(**kwargs, assistant_model=draft, tokenizer=tokenizer, assistant_tokenizer=tokenizer)
+    assert torch.equal(out, target.generate(**kwargs))
+
+
+def test_a_failing_draft_leaves_the_model_usable(target, draft):
+    model, broken = attached(target), copy.deepcopy(draft)
+    model.generate(**prompt(), max_new_tokens=3, do_sample=False, assistant_model=broken)
+    handle = broken.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(**prompt(), max_new_tokens=9, do_sample=False, assistant_model=broken)
+    handle.remove()
+    kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(model.generate(**kwargs, assistant_model=broken), target.generate(**kwargs))
+    assert torch.equal(model.generate(**kwargs), target.generate(**kwargs))

@@ -1,0 +1,112 @@
+"""The prefix is stored once; branches add only their own tokens."""
+
+import pytest
+import torch
+
+from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.slots import BUCKET, SlotCache
+
+from .models import attached, config, llama, prompt
+
+
+def keys(rows=1, heads=2, count=3, size=4, seed=0):
+    torch.manual_seed(seed)
+    return torch.rand((rows, heads, count, size))
+
+
+@pytest.fixture
+def slots_written(monkeypatch):
+    """For every draft forward: (columns of committed text and chain, highest slot written + 1)."""
+    written = []
+    forward = EagerRunner.forward
+
+    def watch(self, tokens, positions, slots, visible, **extra):
+        written.append((self.model, slots.clone(), visible.clone()))
+        return forward(self, tokens, positions, slots, visible, **extra)
+
+    monkeypatch.setattr(EagerRunner, "forward", watch)
+    return written
+
+
+@pytest.mark.parametrize(("gamma", "k"), [(1, 1), (3, 3), (4, 4), (8, 6)])
+def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, slots_written, monkeypatch):
+    from hf_specbranch.decoding.drafter import Drafter
+
+    points = []
+    grow = Drafter._grow
+
+    def watch(self, point, tokens):
+        first = len(slots_written)
+        grow(self, point, tokens)
+        used = torch.cat([slots.flatten() for _, slots, _ in slots_written[first:]])
+        points.append(len({int(slot) for slot in used if slot >= point[0]}))
+
+    monkeypatch.setattr(Drafter, "_grow", watch)
+    settings = config("specbranch", gamma=gamma, k=k, epsilon=0.9, overlap=False)
+    model = attached(target)
+    model.generate(**prompt(), max_new_tokens=40, do_sample=False, assistant_model=stranger, specbranch=settings)
+    assert points and max(points) <= k * gamma
+    if k > 1:
+        assert max(points) > gamma  # it did fork
+
+
+def test_a_query_never_sees_a_slot_of_another_branch(target, stranger, slots_written):
+    settings = config("specbranch", gamma=3, k=4, epsilon=0.9, overlap=False)
+    model = attached(target)
+    model.generate(**prompt(), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings)
+    packed = [(slots, visible) for runner, slots, visible in slots_written if runner is stranger and slots.shape[1] > 2]
+    assert packed
+    for slots, visible in packed:
+        for query in range(slots.shape[1]):
+            others = [int(slot) for j, slot in enumerate(slots[0]) if j != query and int(slot) != int(slots[0, query])]
+            siblings = [slot for slot in others if slot > int(slots[0, 0])]
+            assert not visible[0, query, siblings].any()
+
+
+def test_the_prefix_is_stored_once_for_all_branches(target, stranger):
+    model = attached(target)
+    captured = []
+    from hf_specbranch.decoding import engine
+
+    original = engine._make_drafter
+
+    def capture(*args):
+        captured.append(original(*args))
+        return captured[-1]
+
+    engine._make_drafter = capture
+    try:
+        settings = config("specbranch", gamma=4, k=4, epsilon=0.9)
+        model.generate(
+            **prompt(length=100), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings
+        )
+    finally:
+        engine._make_drafter = original
+    layer = captured[0].model.runner.cache.layers[0]
+    assert layer.keys.shape[0] == 1  # one row, whatever the number of branches
+    assert layer.keys.shape[2] == BUCKET  # 100 + 30 + 4 * 4 slots fit the first bucket
+
+
+def test_moving_reads_before_it_writes():
+    cache = SlotCache()
+    states = keys(count=6)
+    cache.update(states, states, 0)
+    cache.move(torch.tensor([[2, 3, 4]]), torch.tensor([[3, 4, 5]]))
+    assert torch.equal(cache.layers[0].keys[:, :, 3:6], states[:, :, 2:5])
+
+
+def test_growing_keeps_what_is_stored():
+    cache = SlotCache()
+    states = keys(count=5)
+    cache.update(states, states, 0)
+    cache.reserve(BUCKET + 1)
+    assert cache.layers[0].keys.shape[2] == 2 * BUCKET
+    assert torch.equal(cache.layers[0].keys[:, :, :5], states)
+
+
+def test_a_text_longer_than_a_bucket_is_generated_right():
+    target = llama(seed=0, max_position_embeddings=1024)
+    draft = llama(seed=0, max_position_embeddings=1024)
+    inputs = prompt(2, length=BUCKET - 10)
+    kwargs = {**inputs, "max_new_tokens": 60, "do_sample": False}
+    assert torch.equal(attached(target).generate(**kwargs, assistant_model=draft), target.generate(**kwargs))

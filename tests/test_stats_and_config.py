@@ -1,0 +1,114 @@
+"""Statistics that add up, settings that round-trip."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_specbranch import SpecBranchConfig, SpecBranchStats
+
+from .models import POLICIES, assert_counts_add_up, attached, config, prompt
+
+CONFIGS = st.builds(
+    SpecBranchConfig,
+    policy=st.sampled_from(POLICIES),
+    max_draft_length=st.one_of(st.just("auto"), st.integers(1, 64)),
+    confidence_threshold=st.floats(0, 1),
+    max_branches=st.integers(1, 32),
+    length_head=st.one_of(st.none(), st.just("org/head")),
+    overlap=st.booleans(),
+    draft_sampling=st.sampled_from(["auto", "greedy", "sample"]),
+)
+
+
+@given(CONFIGS)
+def test_settings_round_trip_through_json(settings):
+    assert SpecBranchConfig.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+
+
+def test_settings_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SpecBranchConfig().policy = "pearl"
+
+
+def test_a_head_object_cannot_be_written_down():
+    with pytest.raises(ValueError, match="is an object and cannot be written to JSON"):
+        SpecBranchConfig(length_head=lambda survivor: survivor.length).to_dict()
+
+
+def test_statistics_cover_every_named_figure(target, draft):
+    model = attached(target)
+    out = model.generate(
+        **prompt(2), max_new_tokens=30, do_sample=False, assistant_model=draft, return_dict_in_generate=True
+    )
+    assert out.stats is model.specbranch_stats
+    names = (
+        "new_tokens target_forwards draft_forwards num_drafts num_draft_tokens num_accepted_tokens "
+        "mean_acceptance_length draft_acceptance_rate acceptance_histogram rollback_tokens rollback_rate "
+        "branch_points branch_hits branch_hit_rate wasted_branch_tokens hidden_fraction time_to_first_token "
+        "tokens_per_second"
+    )
+    figures = out.stats.to_dict()
+    assert set(names.split()) <= set(figures)
+    json.dumps(figures)
+    assert 0 < figures["time_to_first_token"] <= figures["total_seconds"]
+    assert 0 <= figures["hidden_fraction"] <= 1
+
+
+def test_counts_follow_the_definitions(target):
+    """A perfect draft of fixed length: every figure can be said in advance."""
+    model = attached(target)
+    model.generate(
+        **prompt(), max_new_tokens=1 + 5 * 6, min_new_tokens=31, do_sample=False, assistant_model=target,
+        specbranch=config("vanilla", gamma=5, epsilon=0.0),
+    )  # fmt: skip
+    stats = model.specbranch_stats
+    assert (stats.new_tokens, stats.target_forwards) == (31, 6)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (5, 25, 25)
+    assert stats.acceptance_histogram == [0, 0, 0, 0, 0, 5]
+    assert stats.mean_acceptance_length == 31 / 6
+    assert (stats.rollback_rate, stats.draft_acceptance_rate) == (0.0, 1.0)
+
+
+def test_a_stranger_is_rolled_back(target, stranger):
+    model = attached(target)
+    model.generate(**prompt(), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=config("pearl"))
+    stats = model.specbranch_stats
+    assert_counts_add_up(stats)
+    assert stats.rollback_rate > 0.8 and stats.wasted_branch_tokens == 0
+
+
+def test_pearl_counts_what_it_drafted_ahead_as_rolled_back_and_specbranch_as_wasted(target, stranger):
+    model, runs = attached(target), {}
+    for policy in ("pearl", "specbranch"):
+        model.generate(
+            **prompt(), max_new_tokens=30, do_sample=False, assistant_model=stranger,
+            specbranch=config(policy, epsilon=1.0, k=1),
+        )  # fmt: skip
+        runs[policy] = model.specbranch_stats
+    assert runs["pearl"].rollback_tokens > 0 and runs["pearl"].wasted_branch_tokens == 0
+    assert runs["specbranch"].rollback_tokens == 0 and runs["specbranch"].wasted_branch_tokens > 0
+
+
+def test_no_division_by_zero():
+    figures = SpecBranchStats().to_dict()
+    assert figures["rollback_rate"] == figures["tokens_per_second"] == 0.0
+
+
+def test_the_sequential_loop_hides_nothing(target, draft):
+    model = attached(target)
+    for overlap in (False, True):
+        model.generate(
+            **prompt(), max_new_tokens=40, do_sample=False, assistant_model=draft, specbranch=config(overlap=overlap)
+        )
+        stats = model.specbranch_stats
+        assert stats.draft_seconds > 0
+        assert (stats.hidden_fraction > 0) == overlap
+
+
+def test_generation_leaves_gradient_mode_alone(target, draft):
+    attached(target).generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft)
+    assert torch.is_grad_enabled()
