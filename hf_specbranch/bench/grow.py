@@ -1,0 +1,215 @@
+"""Enlarge a Llama-type model without changing the function it computes.
+
+A grown model costs what a real model of that shape costs and says what the small one says. The rules, with
+`h` the hidden size, `d` the head size, `r = h_old / h_new` and `m = d_new / d_old`:
+
+- Residual stream: the old dimensions come first, the new ones stay exactly zero. So rows that write to new
+  dimensions are zero, and columns that read them are free.
+- RMSNorm: the mean of squares runs over `h_new` entries, of which only `h_old` are not zero, so it shrinks by
+  `r`. With `eps * r` and `weight * sqrt(r)` the result is the old one:
+  `x / sqrt(r * mean + r * eps) * sqrt(r) * w = x / sqrt(mean + eps) * w`.
+- Rotary pairs: pair `i` of `d_old` turns with `theta ** (-2i / d_old)`, which is what pair `i * m` of `d_new`
+  turns with. Old pairs are spread by `m`; keys are zero in the pairs between, so queries are free there.
+- Scores are divided by `sqrt(d_new)` instead of `sqrt(d_old)`: queries are multiplied by `sqrt(m)`.
+- Heads: an old key-value head and its queries move together. Where the new groups are narrower than the
+  old ones, the key-value head is copied to several groups. New heads, and new value dimensions, meet zero
+  columns of `o_proj`; new MLP units meet zero columns of `down_proj`.
+- New layers come first and write nothing (`o_proj` and `down_proj` are zero), so that the hidden states of the
+  last layers are the old ones.
+
+Every entry that is free keeps the random value a fresh model starts with.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from hf_specbranch.bench.shapes import Shape, resolve_shape
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Where the old heads go: rows of `q_proj`, `k_proj` and `v_proj`, which are also columns of `o_proj`.
+
+    Row `new[i]` of the grown projection takes row `old[i]` of the small one.
+    """
+
+    query_new: Tensor  # [H_old * d_old]
+    value_query_new: Tensor  # [H_old * d_old] the same heads in `o_proj`, whose dimensions carry no rotation
+    key_new: Tensor  # [copies * d_old]
+    key_old: Tensor  # [copies * d_old]
+    value_new: Tensor  # [copies * d_old]
+
+
+def grow(
+    model: LlamaForCausalLM,
+    shape: Shape | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> LlamaForCausalLM:
+    """Enlarge a Llama model to `shape`; the grown model gives the same logits for the same tokens.
+
+    The large weights are made directly on `device`: the host holds only the small model.
+
+    Args:
+        model: a `LlamaForCausalLM`, tied or untied, with or without grouped key-value heads.
+        shape: a [`Shape`] or one of "68m", "160m", "1b", "1.3b", "7b", "13b", "33b". Nothing may be smaller
+            than in `model`, and `head_dim` must be a multiple of the model's.
+        dtype: of the grown weights; default: the model's own.
+        device: of the grown weights; default: the model's own.
+
+    Returns:
+        A new `LlamaForCausalLM` with the model's vocabulary, an untied output layer and its generation config.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> target, draft, tokenizer = load_demo_pair()
+        >>> twin = grow(target, "160m")
+        >>> twin.config.hidden_size
+        768
+    """
+    wanted = resolve_shape(shape)
+    check_growth(model, wanted)
+    old: LlamaConfig = model.config
+    config = grown_config(old, wanted)
+    with torch.device(device if device is not None else model.device), torch.no_grad():
+        # A fresh model's own initialisation is what fills every free entry.
+        grown: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype or model.dtype)
+        grown.eval()
+        layout = head_layout(old, wanted)
+        new_layers = wanted.num_hidden_layers - old.num_hidden_layers
+        for layer in grown.model.layers[:new_layers]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        for small, large in zip(model.model.layers, grown.model.layers[new_layers:], strict=True):
+            fill_layer(small, large, layout, math.sqrt(wanted.head_dim / old.head_dim))
+        fill_norm(model.model.norm, grown.model.norm)
+        hidden = old.hidden_size
+        grown.model.embed_tokens.weight.zero_()
+        grown.model.embed_tokens.weight[:, :hidden] = model.model.embed_tokens.weight.to(grown.device)
+        grown.lm_head.weight[:, :hidden] = model.lm_head.weight.to(grown.device)
+    grown.generation_config = copy.deepcopy(model.generation_config)
+    return grown
+
+
+def check_growth(model: LlamaForCausalLM, shape: Shape) -> None:
+    """Raise before any work if `model` cannot be grown to `shape` exactly."""
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) != "llama" or not hasattr(model, "lm_head"):
+        found = getattr(config, "model_type", None)
+        raise TypeError(
+            f"grow() takes a LlamaForCausalLM, got {type(model).__name__} (model_type {found!r}): "
+            "the growth rules hold for the Llama architecture only"
+        )
+    assert isinstance(config, LlamaConfig)
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim"):
+        has, wanted = getattr(config, name), getattr(shape, name)
+        if wanted < has:
+            raise ValueError(
+                f"shape has {name} {wanted}, the model has {has}: growing cannot shrink, choose {has} or more"
+            )
+    if shape.head_dim % config.head_dim:
+        raise ValueError(
+            f"head_dim {shape.head_dim} of the shape is no multiple of the model's {config.head_dim}: rotary "
+            f"frequencies would change, choose a multiple of {config.head_dim}"
+        )
+    needed = key_value_copies(config, shape) * config.num_key_value_heads
+    if needed > shape.num_key_value_heads:
+        raise ValueError(
+            f"shape has {shape.num_key_value_heads} key-value heads of {group_size(shape)} queries each; the model's "
+            f"{config.num_key_value_heads} key-value heads of {group_size(config)} queries need {needed}: choose a "
+            "shape with more key-value heads, or a model with fewer"
+        )
+    if config.attention_bias or config.mlp_bias:
+        raise ValueError("the model has attention_bias or mlp_bias: grow() knows Llama models without biases only")
+    rope = config.rope_parameters["rope_type"]
+    if rope != "default" and shape.head_dim != config.head_dim:
+        raise ValueError(
+            f"the model has rope_type {rope!r}: head_dim can be grown for 'default' only, "
+            f"choose a shape with head_dim {config.head_dim}"
+        )
+
+
+def grown_config(old: LlamaConfig, shape: Shape) -> LlamaConfig:
+    config = copy.deepcopy(old)
+    config.hidden_size = shape.hidden_size
+    config.num_hidden_layers = shape.num_hidden_layers
+    config.num_attention_heads = shape.num_attention_heads
+    config.num_key_value_heads = shape.num_key_value_heads
+    config.intermediate_size = shape.intermediate_size
+    config.head_dim = shape.head_dim
+    config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / shape.hidden_size
+    config.tie_word_embeddings = False  # as in all the models that shapes are named after
+    return config
+
+
+def group_size(config: LlamaConfig | Shape) -> int:
+    """Query heads that share one key-value head."""
+    return config.num_attention_heads // config.num_key_value_heads
+
+
+def key_value_copies(old: LlamaConfig, shape: Shape) -> int:
+    """New key-value heads that one old key-value head needs, to serve all its queries."""
+    return -(-group_size(old) // group_size(shape))
+
+
+def head_layout(old: LlamaConfig, shape: Shape) -> HeadLayout:
+    """Place the old heads in the new layer. Copy c of old key-value head g is new key-value head `g * copies + c`."""
+    copies, group = key_value_copies(old, shape), group_size(shape)
+    query_heads = []
+    for head in range(old.num_attention_heads):
+        key_value, rank = divmod(head, group_size(old))  # which old group, and where in it
+        query_heads.append((key_value * copies + rank // group) * group + rank % group)
+    key_value_new = torch.arange(old.num_key_value_heads * copies)
+    d_old, d_new = old.head_dim, shape.head_dim
+    # Halves hold the first and second entry of each rotary pair; old pair i becomes new pair i * m.
+    pairs = torch.arange(d_old // 2) * (d_new // d_old)
+    rotary = torch.cat([pairs, pairs + d_new // 2])  # [d_old]
+    plain = torch.arange(d_old)
+
+    def rows(heads: Tensor, size: int, within: Tensor) -> Tensor:
+        return (heads[:, None] * size + within).flatten()
+
+    queries = torch.tensor(query_heads)
+    return HeadLayout(
+        query_new=rows(queries, d_new, rotary),
+        value_query_new=rows(queries, d_new, plain),
+        key_new=rows(key_value_new, d_new, rotary),
+        key_old=rows(key_value_new // copies, d_old, plain),
+        value_new=rows(key_value_new, d_new, plain),
+    )
+
+
+def fill_layer(small: LlamaDecoderLayer, large: LlamaDecoderLayer, layout: HeadLayout, query_scale: float) -> None:
+    """Write one layer's weights into its grown twin, whose entries are all random so far."""
+    hidden, inner = small.mlp.up_proj.in_features, small.mlp.up_proj.out_features
+    old, new = small.self_attn, large.self_attn
+
+    def weight(module: torch.nn.Linear, scale: float = 1.0) -> Tensor:
+        return (module.weight.float() * scale).to(large.mlp.up_proj.weight)  # the large model's device and dtype
+
+    new.q_proj.weight[layout.query_new, :hidden] = weight(old.q_proj, query_scale)
+    used_key_rows = len(layout.key_new) // old.head_dim * new.head_dim
+    new.k_proj.weight[:used_key_rows, :hidden] = 0.0  # the pairs in between: what queries hold there meets zero
+    new.k_proj.weight[layout.key_new, :hidden] = weight(old.k_proj)[layout.key_old]
+    new.v_proj.weight[layout.value_new, :hidden] = weight(old.v_proj)[layout.key_old]
+    new.o_proj.weight.zero_()
+    new.o_proj.weight[:hidden, layout.value_query_new] = weight(old.o_proj)
+    large.mlp.gate_proj.weight[:inner, :hidden] = weight(small.mlp.gate_proj)
+    large.mlp.up_proj.weight[:inner, :hidden] = weight(small.mlp.up_proj)
+    large.mlp.down_proj.weight.zero_()
+    large.mlp.down_proj.weight[:hidden, :inner] = weight(small.mlp.down_proj)
+    fill_norm(small.input_layernorm, large.input_layernorm)
+    fill_norm(small.post_attention_layernorm, large.post_attention_layernorm)
+
+
+def fill_norm(small: LlamaRMSNorm, large: LlamaRMSNorm) -> None:
+    """Old weights times sqrt(h_old / h_new); the rest meets zeros and keeps its value. [h_old] -> [h_new]"""
+    hidden = small.weight.shape[0]
+    scaled = small.weight.float() * math.sqrt(hidden / large.weight.shape[0])
+    large.weight[:hidden] = scaled.to(large.weight)

@@ -1,0 +1,80 @@
+"""Prompt sets: JSON lines with an `id` and a `prompt` each."""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a set.
+
+    Args:
+        id: unique within its file.
+        prompt: the text to continue.
+    """
+
+    id: str
+    prompt: str
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a JSON-lines prompt file. Fields other than `id` and `prompt` are ignored, blank lines too.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The prompts in file order, at least one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object with a text `id` and `prompt`, an id occurs twice, or there is no prompt.
+
+    Example:
+        >>> from hf_specbranch.bench import python_prompts
+        >>> len(python_prompts())
+        40
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no prompt file at {path}: give a JSON-lines file with an id and a prompt on each line"
+        )
+    prompts: list[Prompt] = []
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        prompt = parse_prompt(line, where=f"{path}, line {number}")
+        if prompt.id in line_of:
+            raise ValueError(
+                f"{path}, line {number}: id {prompt.id!r} was used on line {line_of[prompt.id]}: ids must be unique"
+            )
+        line_of[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f'{path} holds no prompts: expected lines such as {{"id": "1", "prompt": "def add(a, b):"}}')
+    return prompts
+
+
+def parse_prompt(line: str, where: str) -> Prompt:
+    """One line of a prompt file; `where` names it in errors."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}): expected one JSON object a line") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: found a JSON {type(record).__name__}: expected an object with id and prompt")
+    for field in ("id", "prompt"):
+        if field not in record:
+            raise ValueError(f"{where}: field {field!r} is missing, found {sorted(record)}: add it")
+        if not isinstance(record[field], str) or not record[field]:
+            raise ValueError(f"{where}: field {field!r} is {record[field]!r}: expected text that is not empty")
+    return Prompt(record["id"], record["prompt"])
+
+
+def python_prompts() -> list[Prompt]:
+    """The 40 Python-completion prompts that come with the package."""
+    return read_prompts(Path(str(files("hf_specbranch.bench").joinpath("python40.jsonl"))))
