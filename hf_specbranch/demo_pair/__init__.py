@@ -1,0 +1,44 @@
+"""A small target and two drafts of our own, inside the package: works with no network.
+
+See `docs/demo_pair.md` for what they were trained on and how well they agree.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+FOLDERS = {"good": "draft", "weak": "weak"}
+
+
+def load_demo_pair(
+    draft: Literal["good", "weak"] = "good",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Load the embedded target, one of its two drafts, and the tokenizer they share.
+
+    Args:
+        draft: "good" agrees with the target on most tokens, "weak" on fewer than half.
+        dtype: of the weights in memory; they are stored in bfloat16, so float32 loses nothing.
+        device: where to put both models.
+
+    Returns:
+        `(target, draft, tokenizer)`, both models in eval mode.
+
+    Example:
+        >>> target, draft, tokenizer = load_demo_pair()
+        >>> inputs = tokenizer("def add(a, b):", return_tensors="pt")
+        >>> out = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+    """
+    if draft not in FOLDERS:
+        raise ValueError(f"draft is {draft!r}: expected one of {', '.join(map(repr, FOLDERS))}")
+    here = Path(__file__).parent
+
+    def load(name: str) -> LlamaForCausalLM:
+        model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(here / name, dtype=dtype, local_files_only=True)
+        return model.to(device).eval()
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(here / "target", local_files_only=True)
+    return load("target"), load(FOLDERS[draft]), tokenizer
