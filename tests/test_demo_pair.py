@@ -1,5 +1,6 @@
 """The embedded models: there, small, loadable offline, and as good as the documentation says."""
 
+import runpy
 from pathlib import Path
 from typing import Literal
 
@@ -100,3 +101,12 @@ def test_the_good_draft_agrees_with_the_target_far_more_often_than_the_weak_one(
     assert 0.65 <= good <= 0.90
     assert 0.25 <= weak <= 0.55
     assert good - weak >= 0.15
+
+
+def test_the_demo_streams_text_and_confirms_that_both_outputs_are_identical(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "demo.py"))
+    assert demo["main"](["--prompt", "def add(a, b):", "--max-new-tokens", "16", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "def add(a, b):" in printed
+    assert "tokens/s" in printed and "ratio" in printed and "rolled back" in printed and "branch points hit" in printed
+    assert "Both outputs are identical, token for token." in printed
