@@ -2,8 +2,9 @@
 
 from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
+from .demo_pair import load_demo_pair
 from .mixin import SpecBranchMixin, specbranch
 from .stats import SpecBranchStats
 
-__all__ = ["SpecBranchConfig", "SpecBranchMixin", "SpecBranchStats", "SpeculationHook", "specbranch"]
+__all__ = ["SpecBranchConfig", "SpecBranchMixin", "SpecBranchStats", "SpeculationHook", "load_demo_pair", "specbranch"]
 __version__ = "0.1.0"

@@ -58,7 +58,7 @@ def draw(settings, samples=SAMPLES, seed=0, processors=(), hooks=(), books_balan
             speculation_hooks=hooks,
             specbranch=settings,
         )
-        index = (out[:, PROMPT.shape[1] :] * weights).sum(1)
+        index = (out[:, PROMPT.shape[1] :].cpu() * weights).sum(1)
         counts += np.bincount(index.numpy(), minlength=len(SEQUENCES))
         if books_balance:
             assert_counts_add_up(model.specbranch_stats)

@@ -38,8 +38,10 @@ class DraftModel:
         self.seen = torch.ones((rows, capacity), dtype=torch.bool, device=self.device)
         self.seen[:, :length] = attention
         self.slots = torch.arange(capacity, device=self.device)
-        self.first_position = -(~attention).sum(1, keepdim=True).to(self.device)  # [B, 1]
-        self.last_position = None if runner.position_limit is None else runner.position_limit - 1
+        # Positions past the draft's context are held at its end: drafts there are poor, but must not fail.
+        last = None if runner.position_limit is None else runner.position_limit - 1
+        padding = (~attention).sum(1, keepdim=True).to(self.device)
+        self.positions = (self.slots - padding).clamp(min=0, max=last)  # [B, capacity], by column
         self.vocabulary, self.own_vocabulary = vocabulary, runner.vocabulary
         self.processors = stateless(processors)
         # A guide follows one line, from a prompt it has read; rows of a batch would each need their own state.
@@ -56,14 +58,29 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        positions = self._positions(self.slots[None, : tokens.shape[1]])
-        return self.runner.prefill(self._own(tokens), positions, mask)[:, None]
+        return self.runner.prefill(self._own(tokens), self.positions[:, : tokens.shape[1]], mask)[:, None]
+
+    def read_line(self, ids: Tensor, end: list[int], count: int) -> Tensor:
+        """Feed the last `count` columns of each row's line; their logits [B, count, V]."""
+        if min(end) == max(end):
+            first, last = end[0] - count, end[0]
+            columns = self.slots[None, first:last].expand(len(end), -1)
+            visible = self.seen[:, None, :last]
+            if count > 1:
+                visible = visible & (self.slots[:last] <= columns[:, :, None])
+            return self._run(ids[:, first:last], self.positions[:, first:last], columns, visible, first)
+        columns = torch.tensor(end, device=self.device)[:, None] + torch.arange(-count, 0, device=self.device)
+        columns = columns.clamp(min=0)
+        return self.forward(ids.gather(1, columns), columns, columns, self.text_up_to(columns, max(end)))
 
     def forward(self, tokens: Tensor, columns: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
         """Logits [B, Q, V] for tokens that stand in these columns and are kept in these slots."""
+        return self._run(tokens, self.positions.gather(1, columns), slots, visible, None)
+
+    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, first: int | None) -> Tensor:
         self.stats.draft_forwards += 1
         self.runner.reserve(tokens.shape[0], visible.shape[2])
-        return self.runner.forward(self._own(tokens), self._positions(columns), slots, visible).logits
+        return self.runner.forward(self._own(tokens), positions, slots, visible, first).logits
 
     def text_up_to(self, columns: Tensor, shown: int) -> Tensor:
         """[B, Q, shown]: what a token in column `c` of the line sees, all columns to its own."""
@@ -95,10 +112,6 @@ class DraftModel:
             if length == self.guide.seen:  # earlier prefixes it knows already
                 q = self.distribution(logits[:, j : j + 1], [[ids[:, :length]]], [self.guide])
         return q[:, 0]
-
-    def _positions(self, columns: Tensor) -> Tensor:
-        """Positions past the draft's context are held at its end: drafts there are poor, but must not fail."""
-        return (columns + self.first_position).clamp(min=0, max=self.last_position)
 
     def _own(self, tokens: Tensor) -> Tensor:
         """Tokens the draft has no embedding for become its last one; that costs acceptance, nothing else."""

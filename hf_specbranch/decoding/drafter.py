@@ -155,12 +155,9 @@ class Drafter:
 
     def _feed_line(self) -> None:
         """Feed what the cache has not seen of each row's line."""
-        line, end = self.line, self.line.end
+        end = self.line.end
         count = max(1, max(end[b] - self.fed[b] for b in self.rows))
-        columns = line.tensor(end)[:, None] + torch.arange(-count, 0, device=self.device)  # [B, count]
-        columns = columns.clamp(min=0)
-        visible = self.model.text_up_to(columns, max(end))
-        logits = self.model.forward(line.ids.gather(1, columns), columns, columns, visible)
+        logits = self.model.read_line(self.line.ids, end, count)
         self._take_in(logits, end, [True for _ in self.rows])
 
     def _take_in(self, logits: Tensor, end: list[int], going: list[bool]) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from .hooks import DraftState, Survivor
 from .records import Chain
 
+Index = int | Tensor  # [n], or a number where there is one row
+
 
 class Line:
     """Drafted tokens behind the text of a batch.
@@ -63,8 +65,7 @@ class Line:
             q = self.scores[rows, index]  # [n, V]
             drawn = torch.multinomial(q, 1, generator=generator)
             self.candidates[rows, index] = put_first(q, drawn, self.branches)
-        ends = self.tensor([end for end, goes in zip(self.end, going) if goes])
-        self.ids[rows, ends] = self.candidates[rows, index, 0]
+        self.ids[rows, self._going(self.end, going)] = self.candidates[rows, index, 0]
         self.length = [length + goes for length, goes in zip(self.length, going)]
         self.known = [known and not goes for known, goes in zip(self.known, going)]
         return sum(going)
@@ -77,9 +78,11 @@ class Line:
 
     def state(self, columns: list[int]) -> DraftState:
         """What is known about the token in these columns before it is chosen."""
-        index = self.tensor([column % self.ring for column in columns])[:, None]
-        scores = gather_rows(self.scores, index)[:, 0]
-        return DraftState(self.ids, self.tensor(columns), scores, self.confidence.gather(1, index)[:, 0])
+        everyone = [True for _ in self.rows]
+        rows, index = self._entries(columns, everyone)
+        scores, confidence = self.scores[rows, index], self.confidence[rows, index]
+        shape = (len(self.rows), -1)
+        return DraftState(self.ids, self.tensor(columns), scores.view(shape), confidence.view(-1))
 
     def branch_tokens(self, columns: list[int]) -> Tensor:
         """[B, K] candidates at these columns, the line's own token first."""
@@ -95,11 +98,14 @@ class Line:
     def _columns(self, count: int) -> Tensor:
         return self.tensor(self.start)[:, None] + torch.arange(count, device=self.device)  # [B, count]
 
-    def _entries(self, columns: list[int], going: list[bool]) -> tuple[Tensor, Tensor]:
-        """The rows that go on, and where in the rings their columns are: [n] each."""
-        entries = [(b, column % self.ring) for b, column in enumerate(columns) if going[b]]
-        rows, index = zip(*entries)
-        return self.tensor(list(rows)), self.tensor(list(index))
+    def _entries(self, columns: list[int], going: list[bool]) -> tuple[Index, Index]:
+        """The rows that go on, and where in the rings their columns are; plain numbers if there is one row."""
+        return self._going(list(self.rows), going), self._going([column % self.ring for column in columns], going)
+
+    def _going(self, values: list[int], going: list[bool]) -> Index:
+        if len(values) == 1:
+            return values[0]
+        return self.tensor([value for value, goes in zip(values, going) if goes])
 
     def _at(self, table: Tensor, columns: list[int]) -> Tensor:
         """[B, X] entries of `table` [B, ring, X] that belong to these columns."""

@@ -63,11 +63,25 @@ class EagerRunner:
         self.reserve(positions.shape[0], first + positions.shape[1])
         self.slot_positions[:, first : first + positions.shape[1]] = positions
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
-        """See `Runner`. `extra` goes to the model as it is (`output_hidden_states` and the like)."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor,
+        first: int | None = None,
+        **extra: Any,
+    ) -> Step:
+        """See `Runner`.
+
+        Args:
+            first: if every row writes the same neighbouring slots, the first of them; writing is faster then.
+            extra: goes to the model as it is (`output_hidden_states` and the like).
+        """
         shown = visible.shape[2]
-        self.slot_positions.scatter_(1, slots, positions)
-        self.cache.address.point_at(slots, shown)
+        if self.masks.window is not None:
+            self.slot_positions.scatter_(1, slots, positions)
+        self.cache.address.point_at(slots, shown, first)
         output = self.model(
             input_ids=tokens,
             attention_mask=self.masks(visible, positions, self.slot_positions[:, :shown]),

@@ -1,0 +1,84 @@
+"""On a GPU: the same tokens, two streams, two devices."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_specbranch import load_demo_pair, specbranch
+from hf_specbranch.bench import python_prompts
+
+from .models import POLICIES, assert_counts_add_up, attached, config, prompt
+from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(model):
+    return copy.deepcopy(model).to("cuda")
+
+
+def to_gpu(inputs):
+    return {name: tensor.to("cuda") for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_output_equals_plain_generate(policy, overlap, rows, target, draft):
+    plain, model = on_gpu(target), specbranch(on_gpu(target))
+    kwargs = {**to_gpu(prompt(rows)), "max_new_tokens": 40, "do_sample": False}
+    got = model.generate(**kwargs, assistant_model=on_gpu(draft), specbranch=config(policy, overlap=overlap))
+    assert torch.equal(got, plain.generate(**kwargs))
+    assert_counts_add_up(model.specbranch_stats)
+
+
+def test_real_text_equals_plain_generate():
+    target, draft, tokenizer = load_demo_pair(device="cuda")
+    model = specbranch(target)
+    for item in python_prompts()[:10]:
+        inputs = tokenizer(item.prompt, return_tensors="pt").to("cuda")
+        kwargs = {**inputs, "max_new_tokens": 64, "do_sample": False}
+        assert torch.equal(model.generate(**kwargs, assistant_model=draft), model.generate(**kwargs))
+
+
+def test_the_draft_may_live_on_another_device(target, draft):
+    kwargs = {**prompt(2), "max_new_tokens": 40, "do_sample": False}
+    expected = target.generate(**kwargs)
+    on_cuda = specbranch(on_gpu(target))
+    got = on_cuda.generate(**to_gpu(kwargs_tensors(kwargs)), max_new_tokens=40, do_sample=False, assistant_model=draft)
+    assert torch.equal(got.cpu(), expected)
+    got = attached(target).generate(**kwargs, assistant_model=on_gpu(draft))
+    assert torch.equal(got, expected)
+
+
+def kwargs_tensors(kwargs):
+    return {name: value for name, value in kwargs.items() if torch.is_tensor(value)}
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "sample"])
+def test_samples_follow_the_targets_distribution(drafting, monkeypatch):
+    from . import sampling
+
+    model, draft = sampling_pair()
+    expected = exact_distribution(model)
+    monkeypatch.setattr(sampling, "sampling_pair", lambda: (specbranch(on_gpu(model)), on_gpu(draft)))
+    monkeypatch.setattr(sampling, "PROMPT", sampling.PROMPT.to("cuda"))
+    settings = config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
+    assert p_value(draw(settings, samples=20_000), expected) > SMALLEST_P
+
+
+def test_drafting_is_measured_by_device_events(target, draft):
+    model = specbranch(on_gpu(target))
+    model.generate(
+        **to_gpu(prompt()), max_new_tokens=40, do_sample=False, assistant_model=on_gpu(draft), specbranch=config()
+    )
+    assert model.specbranch_stats.draft_seconds > 0
+    assert 0 <= model.specbranch_stats.hidden_fraction <= 1
+
+
+def test_bfloat16_models_generate():
+    target, draft, tokenizer = load_demo_pair(device="cuda", dtype=torch.bfloat16)
+    inputs = tokenizer("def add(a, b):", return_tensors="pt").to("cuda")
+    out = specbranch(target).generate(**inputs, max_new_tokens=64, do_sample=False, assistant_model=draft)
+    assert out.shape[1] > inputs["input_ids"].shape[1]
