@@ -383,8 +383,8 @@ def test_settings_may_come_from_a_json_file(tmp_path, model, draft):
 
 def test_num_assistant_tokens_sets_the_draft_length(target, model):
     model.generate(
-        **prompt(), max_new_tokens=21, min_new_tokens=21, do_sample=False, assistant_model=target, num_assistant_tokens=3,
-        specbranch={"policy": "vanilla", "confidence_threshold": 0.0},
+        **prompt(), max_new_tokens=21, min_new_tokens=21, do_sample=False, assistant_model=target,
+        num_assistant_tokens=3, specbranch={"policy": "vanilla", "confidence_threshold": 0.0},
     )  # fmt: skip
     assert model.specbranch_stats.acceptance_histogram == [0, 0, 0, 5]
 

@@ -20,9 +20,9 @@ def slots_written(monkeypatch):
     written = []
     forward = EagerRunner.forward
 
-    def watch(self, tokens, positions, slots, visible, **extra):
+    def watch(self, tokens, positions, slots, visible, *rest, **extra):
         written.append((self.model, slots.clone(), visible.clone()))
-        return forward(self, tokens, positions, slots, visible, **extra)
+        return forward(self, tokens, positions, slots, visible, *rest, **extra)
 
     monkeypatch.setattr(EagerRunner, "forward", watch)
     return written

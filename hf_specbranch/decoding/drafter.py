@@ -145,10 +145,12 @@ class Drafter:
         line = self.line
         going = [line.length[b] == 0 and room[b] > 1 for b in self.rows]
         for step in range(self.gamma):
+            going = [going[b] and step < room[b] - 1 for b in self.rows]
             if any(going[b] and not line.known[b] for b in self.rows):
                 self._feed_line()
-            stopped = self.hooks.stop(line.state(line.end)).tolist()  # decides how long the stage is
-            going = [going[b] and not stopped[b] and step < room[b] - 1 for b in self.rows]
+            if self.hooks.stoppers and any(going):
+                stopped = self.hooks.stop(line.state(line.end)).tolist()  # decides how long the stage is
+                going = [going[b] and not stopped[b] for b in self.rows]
             if not any(going):
                 break
             self.stats.num_draft_tokens += line.extend(going, self.generator)

@@ -132,7 +132,9 @@ def _make_hooks(call: Call) -> HookList:
         hooks.append(config.length_head)
     elif callable(config.length_head):
         hooks.append(ThreeWay(config.length_head))
-    return HookList([*hooks, ConfidenceStop(config.confidence_threshold), TopKBranches(config.max_branches)])
+    if config.confidence_threshold > 0:  # at 0 nothing ever stops: drafts of fixed length
+        hooks.append(ConfidenceStop(config.confidence_threshold))
+    return HookList([*hooks, TopKBranches(config.max_branches)])
 
 
 def _make_generators(call: Call, text: Text, in_step: bool) -> tuple[torch.Generator | None, torch.Generator | None]:

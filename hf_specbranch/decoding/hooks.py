@@ -106,11 +106,12 @@ class HookList:
 
     def __init__(self, hooks: Sequence[SpeculationHook]) -> None:
         self.hooks = list(hooks)
+        self.stoppers = [hook for hook in hooks if type(hook).stop is not SpeculationHook.stop]
         self.feature_layers = tuple(sorted({layer for hook in hooks for layer in hook.feature_layers}))
 
     def stop(self, state: DraftState) -> Tensor:
         stopped = torch.zeros_like(state.length, dtype=torch.bool)
-        for hook in self.hooks:
+        for hook in self.stoppers:
             if (opinion := hook.stop(state)) is not None:
                 stopped = stopped | opinion
         return stopped
