@@ -348,6 +348,43 @@ def test_embedded_inputs_are_continued(target, model, draft):
     assert torch.equal(got, expected)
 
 
+# ---- modes of the calling thread
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_inference_mode_is_inherited(overlap, target, model, draft):
+    ids = torch.cat([prompt()["input_ids"], torch.tensor([[5, 6]])], dim=1)
+    outs = []
+    with torch.inference_mode():
+        for speaker, extra in (
+            (target, {}),
+            (model, {"assistant_model": draft, "specbranch": config(overlap=overlap)}),
+        ):
+            cache = DynamicCache(config=target.config)
+            speaker(input_ids=ids[:, :5], past_key_values=cache)
+            kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+            outs.append(speaker.generate(ids, past_key_values=cache, **kwargs, **extra))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_autocast_is_inherited(overlap, target, draft, monkeypatch):
+    from hf_specbranch.decoding.judge import Judge
+
+    seen, judge = [], Judge.__call__
+
+    def watch(self, logits, chain, branches):
+        seen.append(logits.dtype)
+        return judge(self, logits, chain, branches)
+
+    monkeypatch.setattr(Judge, "__call__", watch)
+    model = attached(target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        settings = config(overlap=overlap)
+        model.generate(**prompt(), max_new_tokens=9, do_sample=False, assistant_model=draft, specbranch=settings)
+    assert set(seen) == {torch.bfloat16}
+
+
 # ---- settings
 
 

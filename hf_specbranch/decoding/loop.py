@@ -77,5 +77,6 @@ def features_at(step: Step, accepted: Tensor, layers: tuple[int, ...]) -> Tensor
     """[B, layers, H]: the target's hidden states where the verdict's last token was chosen."""
     if not layers or step.hidden_states is None or step.logits.shape[1] != step.hidden_states[0].shape[1]:
         return None
-    rows = torch.arange(accepted.shape[0])
-    return torch.stack([step.hidden_states[layer][rows, accepted.cpu()] for layer in layers], dim=1)
+    rows, device = torch.arange(accepted.shape[0]), accepted.device  # layers of a split model live on several
+    states = [step.hidden_states[layer][rows, accepted.cpu()].to(device) for layer in layers]
+    return torch.stack(states, dim=1)

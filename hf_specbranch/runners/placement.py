@@ -53,6 +53,7 @@ class Beside:
         self.stream = None
         if target.type == "cuda":
             self.stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+        self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.target_spans: list[tuple[Any, Any]] = []
         self.draft_spans: list[tuple[Any, Any]] = []
@@ -81,7 +82,7 @@ class Beside:
         on_stream: AbstractContextManager[Any] = nullcontext()
         if self.stream is not None:
             on_stream = torch.cuda.stream(self.stream)
-        with torch.no_grad(), on_stream:  # gradient mode belongs to a thread
+        with self.modes(), on_stream:
             begin = self.clock.now()
             value = work(*arguments)
             self.target_spans.append((begin, self.clock.now()))
@@ -99,6 +100,20 @@ class Beside:
         target = [(self.clock.seconds(begin), self.clock.seconds(end)) for begin, end in self.target_spans]
         draft = [(self.clock.seconds(begin), self.clock.seconds(end)) for begin, end in self.draft_spans]
         return sum(end - begin for begin, end in draft), shared_time(target, draft)
+
+
+def inherited_modes(device_type: str) -> Callable[[], AbstractContextManager[None]]:
+    """Gradient, inference and autocast modes belong to a thread; this takes the caller's to another."""
+    inference = torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        without_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference else torch.no_grad()
+        with without_gradients, torch.autocast(device_type, dtype=dtype, enabled=autocast):
+            yield
+
+    return modes
 
 
 def shared_time(first: list[Span], second: list[Span]) -> float:
