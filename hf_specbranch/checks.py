@@ -70,10 +70,6 @@ def check_request(
         raise ValueError("SpecBranch needs the cache: leave out use_cache=False, or pass specbranch=False")
     if mode_kwargs.get("synced_gpus"):
         raise ValueError("SpecBranch does not run under ZeRO-3 or FSDP (synced_gpus=True): pass specbranch=False")
-    if isinstance(config.length_head, str):
-        raise ValueError(
-            f"length_head={config.length_head!r}: heads cannot be loaded by name in this version; pass a callable"
-        )
     if not POLICIES[config.policy].drafts:
         return
     if draft is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
-RUNTIMES = ("auto", "eager")
+RUNTIMES = ("auto", "eager", "graph")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
 
@@ -29,9 +29,11 @@ class SpecBranchConfig:
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
             probability is below it. 0 never stops: drafts of fixed length.
         max_branches: k_max, the most branches at a branch point.
-        length_head: None, or a callable that says of a surviving branch 0 (keep nothing), 1 (let confidence
-            decide) or 2 (keep all); see `hf_specbranch.decoding.hooks`.
-        runtime: "eager" runs ordinary forwards; "auto" chooses for the device.
+        length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
+            `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
+            on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
+        runtime: "eager" runs ordinary forwards, "graph" replays forwards captured as CUDA graphs; "auto" takes
+            graphs on CUDA and ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by

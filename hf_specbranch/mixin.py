@@ -18,6 +18,7 @@ from .config import SpecBranchConfig
 from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
+from .heads.resolve import resolve_head
 from .stats import SpecBranchStats
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -80,7 +81,8 @@ class SpecBranchMixin(GenerationMixin):
             assistant_model: the draft; by default the one given to `specbranch(model, draft=...)`.
             specbranch: settings, as a `SpecBranchConfig`, a dict, or the path of a JSON file. By default those
                 in the generation config, or else the defaults. False: transformers' own decoding.
-            length_head: says how much of a surviving branch to keep; overrides the settings' own.
+            length_head: says how much of a line to send; a `LengthHead`, a folder, a repository id (with
+                `@revision` if it is to be pinned), "auto" or a callable. Overrides the settings' own.
             speculation_hooks: further `SpeculationHook`s, asked before the built-in ones.
             generator: source of randomness for sampling; by default torch's global one.
 
@@ -127,6 +129,12 @@ class SpecBranchMixin(GenerationMixin):
             return
         model = cast(PreTrainedModel, self)
         check_request(model, request.draft, request.config, generation_mode, generation_config, generation_mode_kwargs)
+        if request.draft is not None and POLICIES[request.config.policy].forks:
+            given = request.config.length_head
+            head = resolve_head(given, model, request.draft, generation_mode_kwargs.get("tokenizer"))
+            if isinstance(head, SpeculationHook):
+                request.hooks, head = (*request.hooks, head), None
+            request.config = replace(request.config, length_head=head)
 
     def _assisted_decoding(
         self,
@@ -205,7 +213,8 @@ def specbranch(model: Model, draft: PreTrainedModel | None = None, head: Any = N
     Args:
         model: a decoder-only transformers model.
         draft: a smaller model with the same tokenizer, used whenever `generate()` is given none.
-        head: a length head, used whenever `generate()` is given none.
+        head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used whenever `generate()` is
+            given none.
 
     Returns:
         `model` itself.

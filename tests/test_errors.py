@@ -63,13 +63,13 @@ def test_settings_are_checked_on_creation(wrong, message):
         ({"use_cache": False}, "needs the cache"),
         ({"num_beams": 3}, "speeds up greedy decoding and sampling, not beam_search: set num_beams=1"),
         ({"input_ids": torch.zeros((1, 0), dtype=torch.long), "attention_mask": None}, "the prompt is empty"),
-        ({"length_head": "org/head"}, "length_head='org/head'"),
+        ({"length_head": "./no-such-head"}, "no length head at ./no-such-head: expected a folder"),
         ({"specbranch": 7}, "specbranch=7: expected a SpecBranchConfig"),
         ({"specbranch": {"policy": "magic"}}, "policy='magic'"),
     ],
 )
 def test_a_call_that_cannot_be_carried_out_is_refused(wrong, message, model, draft):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         model.generate(**{**prompt(), "max_new_tokens": 3, "assistant_model": draft, **wrong})
 
 

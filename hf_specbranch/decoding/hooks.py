@@ -33,6 +33,10 @@ class Survivor(NamedTuple):
     confidence: Tensor  # [B, M] the draft's largest probability at each position
     committed: Tensor  # [B] the token just committed, which the line follows
     features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if asked for
+    # The rest is filled in where a hook asks for more than survivors:
+    fresh: Tensor | None = None  # [B] bool: not a survivor but a line that comes straight from the draft stage
+    scores: Tensor | None = None  # [B, M, V] the draft's distribution at each position
+    column: Tensor | None = None  # [B] where in the text the line begins
 
 
 class SpeculationHook:
@@ -42,6 +46,8 @@ class SpeculationHook:
 
     Attributes:
         feature_layers: indices into the target's `hidden_states` that `keep` wants to read.
+        fresh_lines: `keep` is also asked about lines that come straight from the draft stage.
+        draft_scores: `keep` wants to read the draft's distributions.
 
     Example:
         >>> class NeverFork(SpeculationHook):
@@ -50,6 +56,8 @@ class SpeculationHook:
     """
 
     feature_layers: tuple[int, ...] = ()
+    fresh_lines: bool = False
+    draft_scores: bool = False
 
     def stop(self, state: DraftState) -> Tensor | None:
         """[B] bool: draft nothing more on this row; the position becomes the branch point."""
@@ -94,6 +102,8 @@ class ThreeWay(SpeculationHook):
     def __init__(self, head: Callable[[Survivor], Tensor]) -> None:
         self.head = head
         self.feature_layers = tuple(getattr(head, "feature_layers", ()))
+        self.fresh_lines = bool(getattr(head, "fresh_lines", False))
+        self.draft_scores = bool(getattr(head, "draft_scores", False))
 
     def keep(self, survivor: Survivor) -> Tensor:
         verdict = self.head(survivor).to(survivor.length.device)
@@ -108,6 +118,8 @@ class HookList:
         self.hooks = list(hooks)
         self.stoppers = [hook for hook in hooks if type(hook).stop is not SpeculationHook.stop]
         self.feature_layers = tuple(sorted({layer for hook in hooks for layer in hook.feature_layers}))
+        self.fresh_lines = any(hook.fresh_lines for hook in hooks)
+        self.draft_scores = any(hook.draft_scores for hook in hooks)
 
     def stop(self, state: DraftState) -> Tensor:
         stopped = torch.zeros_like(state.length, dtype=torch.bool)
@@ -121,9 +133,19 @@ class HookList:
         return _first_opinion(opinions, default=torch.ones_like(state.length)).clamp(min=1)
 
     def keep(self, survivor: Survivor) -> Tensor:
-        opinions = (hook.keep(survivor) for hook in self.hooks)
+        opinions = (self._opinion(hook, survivor) for hook in self.hooks)
         kept = _first_opinion(opinions, default=survivor.length).clamp(min=0)
         return torch.minimum(kept, survivor.length)
+
+    def _opinion(self, hook: SpeculationHook, survivor: Survivor) -> Tensor | None:
+        """What one hook says, shown the layers it asked for; nothing on fresh lines unless it asked for them."""
+        if survivor.features is not None and hook.feature_layers != self.feature_layers:
+            wanted = [self.feature_layers.index(layer) for layer in hook.feature_layers]
+            survivor = survivor._replace(features=survivor.features[:, wanted] if wanted else None)
+        opinion = hook.keep(survivor)
+        if opinion is None or survivor.fresh is None or hook.fresh_lines:
+            return opinion
+        return torch.where(survivor.fresh.to(opinion.device), NO_OPINION, opinion)
 
 
 def _first_opinion(opinions: Iterable[Tensor | None], default: Tensor) -> Tensor:

@@ -3,29 +3,56 @@
 See `docs/demo_pair.md` for what they were trained on and how well they agree.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+if TYPE_CHECKING:
+    from ..heads import LengthHead
+
 FOLDERS = {"good": "draft", "weak": "weak"}
+HEADS = {"good": "head", "weak": "weak_head"}
+
+
+@overload
+def load_demo_pair(
+    draft: Literal["good", "weak"] = "good",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    head: Literal[False] = False,
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]: ...
+
+
+@overload
+def load_demo_pair(
+    draft: Literal["good", "weak"] = "good",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    head: Literal[True],
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase, LengthHead]: ...
 
 
 def load_demo_pair(
     draft: Literal["good", "weak"] = "good",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
+    head: bool = False,
+) -> Any:
     """Load the embedded target, one of its two drafts, and the tokenizer they share.
 
     Args:
         draft: "good" agrees with the target on most tokens, "weak" on fewer than half.
         dtype: of the weights in memory; they are stored in bfloat16, so float32 loses nothing.
         device: where to put both models.
+        head: also load the length head trained for this draft.
 
     Returns:
-        `(target, draft, tokenizer)`, both models in eval mode.
+        `(target, draft, tokenizer)`, both models in eval mode; with `head=True` the head is the fourth.
 
     Example:
         >>> target, draft, tokenizer = load_demo_pair()
@@ -41,4 +68,9 @@ def load_demo_pair(
         return model.to(device).eval()
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(here / "target", local_files_only=True)
-    return load("target"), load(FOLDERS[draft]), tokenizer
+    pair = load("target"), load(FOLDERS[draft]), tokenizer
+    if not head:
+        return pair
+    from ..heads import LengthHead
+
+    return (*pair, LengthHead.from_pretrained(here / HEADS[draft]).to(device))

@@ -1,0 +1,31 @@
+"""The `hf-specbranch` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from .head import app as head_app
+
+app = typer.Typer(
+    help="Branch-parallel speculative decoding behind model.generate().",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(head_app, name="head")
+
+
+@app.callback()
+def _root() -> None:
+    """Branch-parallel speculative decoding behind model.generate()."""
+
+
+def main() -> None:
+    """Run the command; what a user can put right is told in one line, without a traceback."""
+    try:
+        app()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

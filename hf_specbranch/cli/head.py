@@ -1,0 +1,214 @@
+"""`hf-specbranch head`: train, measure, share and find length heads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench.prompts import python_prompts, read_prompts
+from ..heads import LengthHead
+from ..heads.collect import collect as run_collect
+from ..heads.config import DEFAULT_FEATURES
+from ..heads.dataset import CollectSettings
+from ..heads.evaluate import EvalSettings, evaluate
+from ..heads.hub import search as search_hub
+from ..heads.pictures import check_pictures, save_pictures
+from ..heads.tables import eval_table
+from ..heads.train import TrainSettings
+from ..heads.train import train as run_train
+from .pair import load_pair
+
+app = typer.Typer(help="Length heads: collect, train, eval, push, search.", no_args_is_help=True)
+
+Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
+Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" for the embedded target.')]
+Device = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Of both models' weights in memory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same result.")]
+Threads = Annotated[int, typer.Option(help="CPU threads for torch; 0 leaves it as it is.")]
+
+
+@app.command()
+def collect(
+    prompts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt each.")],
+    out: Annotated[Path, typer.Option(help="Folder for the recorded lines; an unfinished one is gone on with.")],
+    target: Target = None,
+    draft: Draft = None,
+    gamma: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
+    epsilon: Annotated[float, typer.Option(min=0, max=1, help="Confidence threshold.")] = 0.4,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
+    max_samples: Annotated[int, typer.Option(min=1, help="Stop at this many lines; bounds the disk.")] = 20_000,
+    layers: Annotated[int, typer.Option(min=1, help="K: the target's last layers to keep.")] = 4,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a pair on prompts and record how its drafts fare.
+
+    Example: hf-specbranch head collect --draft weak --prompts humaneval.jsonl --out lines
+    """
+    texts = read_prompts(prompts)
+    settings = CollectSettings(
+        gamma=gamma,
+        confidence_threshold=epsilon,
+        temperatures=_numbers(temperatures),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        max_samples=max_samples,
+        num_layers=layers,
+        seed=seed,
+    )
+    _set_threads(threads)
+    models = load_pair(target, draft, device, dtype)
+    manifest = run_collect(*models, texts, prompts, out, settings, progress=not as_json)
+    said = {"out": str(out), "samples": manifest.samples, "shards": len(manifest.shards)}
+    print(json.dumps(said) if as_json else f"{manifest.samples:,} lines in {len(manifest.shards)} shards under {out}")
+
+
+@app.command()
+def train(
+    data: Annotated[Path, typer.Option(help="Folder that `head collect` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the head.")],
+    features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(DEFAULT_FEATURES),
+    match_size: Annotated[
+        int, typer.Option(min=0, help="0: the target's features go in directly.")
+    ] = TrainSettings.match_size,
+    layer_sizes: Annotated[str, typer.Option(help="Widths of the hidden layers.")] = "256,64",
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="While training.")] = TrainSettings.dropout,
+    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = TrainSettings.epochs,
+    held_out: Annotated[float, typer.Option(min=0, max=1, help="Part of the prompts.")] = TrainSettings.held_out,
+    max_token_loss: Annotated[
+        float, typer.Option(min=0, max=1, help="Tokens per pass that may be given up for less rollback, as a part.")
+    ] = TrainSettings.max_token_loss,
+    pictures: Annotated[bool, typer.Option(help="Save the learning curve and the confusion matrix.")] = True,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit a head to recorded lines.
+
+    Example: hf-specbranch head train --data lines --out head
+    """
+    settings = TrainSettings(
+        features=tuple(features.split(",")),
+        match_size=match_size,
+        layer_sizes=tuple(int(size) for size in layer_sizes.split(",")),
+        dropout=dropout,
+        epochs=epochs,
+        held_out=held_out,
+        max_token_loss=max_token_loss,
+        seed=seed,
+    )
+    if pictures:
+        check_pictures()
+    _set_threads(threads)
+    fitted = run_train(data, settings, device, progress=not as_json)
+    fitted.head.save_pretrained(out)
+    if pictures:
+        save_pictures(fitted, out)
+    report, config = fitted.report, fitted.head.config
+    if as_json:
+        print(json.dumps({"out": str(out), **report}))
+        return
+    f1 = report["macro_f1"]
+    print(f"{report['lines']:,} lines, {report['held_out_lines']:,} held out by prompt, {report['epochs']} epochs")
+    print(f"macro-F1 on held-out prompts: head {f1['head']:.3f}, confidence {f1['confidence']:.3f}")
+    print(f"says none above {config.none_threshold}, all above {config.all_threshold}; saved in {out}")
+
+
+@app.command(name="eval")
+def evaluate_head(
+    head: Annotated[str, typer.Option(help="Folder or repository id of the head.")],
+    target: Target = None,
+    draft: Draft = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts the head never saw. Default: the 40 that come with the package.")
+    ] = None,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 40,
+    into_card: Annotated[bool, typer.Option(help="Write the table into the head's config and card.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    threads: Threads = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure a head on prompts it never saw: its verdicts, and what they do to rollback and tokens per pass.
+
+    Example: hf-specbranch head eval --head head --draft weak
+    """
+    loaded = LengthHead.from_pretrained(head)
+    texts = read_prompts(prompts) if prompts is not None else python_prompts()
+    settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
+    _set_threads(threads)
+    models = load_pair(target, draft, device, dtype)
+    result = evaluate(
+        loaded.to(device), *models, texts, prompts or Path("python40.jsonl"), settings, progress=not as_json
+    )
+    if into_card:
+        loaded.config = replace(loaded.config, training={**loaded.config.training, "measured": result})
+        loaded.save_pretrained(head)
+    print(json.dumps(result) if as_json else eval_table(result))
+
+
+@app.command()
+def push(
+    head: Annotated[str, typer.Option(help="Folder of the head.")],
+    repo: Annotated[str, typer.Option(help="Repository id to upload to, made if missing.")],
+    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
+) -> None:
+    """Upload a head with its model card to the Hub.
+
+    Example: hf-specbranch head push --head head --repo me/my-head
+    """
+    print(LengthHead.from_pretrained(head).push_to_hub(repo, private=private, revision=revision))
+
+
+@app.command()
+def search(
+    target: Annotated[str, typer.Option(help="Repository id of the target.")],
+    draft: Annotated[str | None, typer.Option(help="Repository id of the draft.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Look on the Hub for heads made for a pair, the best match first.
+
+    Example: hf-specbranch head search --target org/large --draft org/small
+    """
+    found = search_hub(target, draft)
+    if as_json:
+        print(json.dumps([head.__dict__ for head in found]))
+        return
+    if not found:
+        print(f"no length head for {target} on the Hub; train one with `hf-specbranch head collect` and `head train`")
+    for head in found:
+        match = "for this draft" if head.for_draft else "for another draft" if draft else ""
+        print(f"{head.repo_id}  {head.downloads} downloads, {head.likes} likes  {match}")
+
+
+def _numbers(given: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in given.split(","))
+    except ValueError:
+        raise ValueError(f"--temperatures {given}: expected numbers with commas between them, e.g. 0,0.8") from None
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"--temperatures {given}: expected 0 (greedy) or more")
+    return numbers
+
+
+def _set_threads(threads: int) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)

@@ -1,0 +1,188 @@
+"""The length head: a small MLP that says how a drafted line will fare."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..decoding.hooks import Survivor, ThreeWay
+from .config import LengthHeadConfig
+from .identity import ModelIdentity, tokenizer_hash
+from .inputs import head_inputs
+
+CLASSES = ("none", "some", "all")
+NONE, SOME, ALL = range(3)
+
+
+class LengthHead(nn.Module):
+    """Says of a drafted line 0 (nothing of it will be accepted), 1 (some of it) or 2 (all of it).
+
+    It is given to `generate(length_head=head)` or `specbranch(model, head=head)`. A head cannot make the output
+    wrong: it decides what is sent to the target in this round, and what is not sent is kept.
+
+    Args:
+        config: its inputs and sizes.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair, specbranch
+        >>> target, draft, tokenizer, head = load_demo_pair(draft="weak", head=True)
+        >>> model = specbranch(target, draft=draft, head=head)
+        >>> out = model.generate(**tokenizer("def add(a, b):", return_tensors="pt"), max_new_tokens=16)
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: LengthHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("mean", torch.zeros(config.input_size))
+        self.register_buffer("std", torch.ones(config.input_size))
+        sizes = (config.input_size, *config.layer_sizes)
+        if config.matches:
+            context, width = config.context_size, config.match_size
+            self.query = nn.Linear(context, config.drafted_tokens * width)
+            self.key = nn.Linear(config.target.hidden_size, width)
+            narrow = config.input_size - context - config.feature_sizes["drafted"]
+            sizes = (narrow + config.drafted_tokens * width, *config.layer_sizes)
+        layers: list[nn.Module] = []
+        for width_in, width_out in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU(), nn.Dropout(config.dropout)]
+        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], len(CLASSES)))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits [N, 3] from the features [N, F] of `HeadInputs.matrix`."""
+        x = (features - self.mean) / self.std
+        if self.config.matches:
+            x = self._match(x)
+        logits: Tensor = self.layers(x)
+        return logits
+
+    def _match(self, x: Tensor) -> Tensor:
+        """Does the target's state expect this token? `query(state) * key(token)`, for each of the first tokens."""
+        config = self.config
+        sizes = [config.context_size, config.feature_sizes["drafted"]]
+        context, drafted, narrow = torch.split(x, [*sizes, x.shape[1] - sum(sizes)], dim=1)
+        by_token = (x.shape[0], config.drafted_tokens, -1)
+        query = self.query(self.dropout(context)).view(by_token)  # [N, D, W]
+        key = self.key(drafted.reshape(by_token))  # [N, D, W]
+        return torch.cat([narrow, (query * key).flatten(1)], dim=1)
+
+    def verdict(self, features: Tensor) -> Tensor:
+        """[N] 0, 1 or 2, by the thresholds in the config."""
+        return verdict_by_thresholds(self(features).softmax(-1), self.config.none_threshold, self.config.all_threshold)
+
+    def bind(self, target: PreTrainedModel) -> ThreeWay:
+        """The head as a hook of the engine, on the target's device, reading the target's embeddings."""
+        embeddings = target.get_input_embeddings()
+        self.to(next(embeddings.parameters()).device).eval()
+        return ThreeWay(_Bound(self, embeddings))
+
+    def check_pair(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> None:
+        """Refuse a pair the head was not trained for.
+
+        Args:
+            target: the model it would read.
+            draft: the model it would judge.
+            tokenizer: theirs; compared by its vocabulary if the head knows one.
+
+        Raises:
+            ValueError: naming each field that rules the pair out. Where only an id or a revision differs, that is a
+                warning: the output stays exact, the head may merely help less.
+        """
+        ours = (("target", self.config.target, target), ("draft", self.config.draft, draft))
+        differences: list[str] = []
+        doubts: list[str] = []
+        for role, known, model in ours:
+            given = ModelIdentity.of(model)
+            differences += known.different_shape(given, role)
+            doubts += known.different_origin(given, role)
+        if tokenizer is not None and self.config.tokenizer_hash not in (None, found := tokenizer_hash(tokenizer)):
+            differences.append(f"tokenizer hash: head {self.config.tokenizer_hash}, given {found}")
+        if differences:
+            raise ValueError(
+                f"the length head does not fit this pair ({'; '.join(differences)}): choose a head for it "
+                f"(hf-specbranch head search), or train one (hf-specbranch head collect, then head train)"
+            )
+        if doubts:
+            warnings.warn(
+                f"the length head was trained for another version of this pair ({'; '.join(doubts)}): the output "
+                f"stays exact, the head may help less",
+                stacklevel=2,
+            )
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write config.json, model.safetensors and a model card; see `hf_specbranch.heads.files.save`."""
+        from .files import save
+
+        return save(self, Path(folder))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> LengthHead:
+        """Load a head from a folder or from the Hub.
+
+        Args:
+            name_or_path: a folder, or a repository id, with a revision behind an @ if one is to be pinned.
+            revision: branch, tag or commit, as an alternative to the @.
+            token: for private repositories; by default the one you logged in with.
+            cache_dir: where downloads are kept.
+            local_files_only: do not ask the network.
+
+        Raises:
+            OSError: it cannot be had: not there, no access, no connection.
+            ValueError: it is damaged, or no head this version can read.
+
+        Example:
+            >>> from hf_specbranch import LengthHead
+            >>> head = LengthHead.from_pretrained("org/some-head@v1")  # doctest: +SKIP
+        """
+        from .files import load
+        from .hub import locate
+
+        return load(locate(name_or_path, revision, token, cache_dir, local_files_only))
+
+    def push_to_hub(
+        self, repo_id: str, private: bool = False, token: str | bool | None = None, revision: str | None = None
+    ) -> str:
+        """Upload the head with its model card; returns the address of the commit."""
+        from .hub import push
+
+        return push(self, repo_id, private, token, revision)
+
+
+def verdict_by_thresholds(probabilities: Tensor, none_threshold: float, all_threshold: float) -> Tensor:
+    """[N] 0 where P(none) is above its threshold, else 2 where P(all) is above its, else 1; from [N, 3]."""
+    verdict = torch.where(probabilities[:, ALL] > all_threshold, ALL, SOME)
+    return torch.where(probabilities[:, NONE] > none_threshold, NONE, verdict)
+
+
+class _Bound:
+    """A head and the embeddings it reads; no module, so that neither becomes part of the other's state."""
+
+    fresh_lines = True
+
+    def __init__(self, head: LengthHead, embeddings: nn.Module) -> None:
+        self.head, self.embeddings = head, embeddings
+        self.feature_layers = head.config.feature_layers
+        self.draft_scores = head.config.reads_scores
+
+    @torch.no_grad()
+    def __call__(self, line: Survivor) -> Tensor:
+        config = self.head.config
+        if line.features is None and config.feature_layers:  # the round after the prompt
+            return torch.full_like(line.length, SOME)
+        inputs = head_inputs(line, self.embeddings, config.gamma, config.drafted_tokens)
+        return self.head.verdict(inputs.matrix(config))

@@ -1,0 +1,204 @@
+"""Fitting a head to recorded lines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .config import DEFAULT_FEATURES, LengthHeadConfig
+from .dataset import Manifest, labels, read_samples
+from .inputs import HeadInputs
+from .metrics import (
+    accuracy,
+    best_confidence_threshold,
+    choose_thresholds,
+    confidence_verdict,
+    confusion,
+    macro_f1,
+    majority_verdict,
+)
+from .model import CLASSES, LengthHead
+
+LARGEST_CLASS_WEIGHT = 20.0  # a class seen a handful of times must not drown the others
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a head is fitted.
+
+    Args:
+        features: what it reads; see `LengthHeadConfig`.
+        match_size: see `LengthHeadConfig`.
+        layer_sizes: widths of its hidden layers.
+        dropout: on them, and on the target's features.
+        epochs: at most.
+        patience: stop after this many epochs without a better macro-F1 on the held-out prompts.
+        batch_size: lines a step.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        held_out: part of the prompts kept for early stopping and for choosing the thresholds.
+        max_token_loss: how much of the tokens per pass the thresholds may give up for less rollback.
+        seed: of the split, the weights and the order.
+    """
+
+    features: tuple[str, ...] = DEFAULT_FEATURES
+    match_size: int = 32
+    layer_sizes: tuple[int, ...] = (256, 64)
+    dropout: float = 0.3
+    epochs: int = 40
+    patience: int = 8
+    batch_size: int = 256
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    held_out: float = 0.2
+    max_token_loss: float = 0.01
+    seed: int = 0
+
+
+@dataclass
+class Fitted:
+    """A head and how it came about."""
+
+    head: LengthHead
+    history: list[dict[str, float]]  # one entry an epoch
+    confusion: Tensor  # [3, 3] on the held-out prompts
+    report: dict[str, Any]
+
+
+def train(data: Path, settings: TrainSettings, device: str = "cpu", progress: bool = True) -> Fitted:
+    """Fit a head to the lines in a folder; the same seed gives the same head.
+
+    Args:
+        data: folder written by `collect`.
+        settings: how.
+        device: where to fit.
+        progress: show a bar.
+
+    Returns:
+        The head of the best epoch, its thresholds chosen on the held-out prompts.
+
+    Raises:
+        FileNotFoundError, ValueError: the data is missing, damaged or too little.
+    """
+    manifest, samples = read_samples(data)
+    fit, held = split_by_prompt(samples["prompt"], settings.held_out, settings.seed)
+    truth = labels(samples)
+    config = _config(manifest, settings)
+    x = HeadInputs(**{name: samples[name] for name in HeadInputs._fields}).matrix(config)  # [N, F]
+    torch.manual_seed(settings.seed)
+    head = LengthHead(config).to(device)
+    head.mean.copy_(x[fit].mean(0))
+    std = x[fit].std(0)
+    head.std.copy_(torch.where(std > 1e-4, std, torch.ones_like(std)))
+    history = _fit(head, x.to(device), truth.to(device), fit, held, settings, progress)
+    head = head.cpu().eval()
+    held_lines = {name: values[held] for name, values in samples.items()}
+    with torch.no_grad():
+        probabilities = head(x[held]).softmax(-1)
+    thresholds = choose_thresholds(probabilities, held_lines, config.confidence_threshold, settings.max_token_loss)
+    verdict = probabilities.argmax(-1)
+    report = _report(manifest, samples, truth, fit, held, verdict, settings, len(history))
+    head.config = replace(config, none_threshold=thresholds[0], all_threshold=thresholds[1], training=report)
+    return Fitted(head, history, confusion(truth[held], verdict), report)
+
+
+def split_by_prompt(prompt: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the lines to fit and of those held out; no prompt is on both sides."""
+    numbers = torch.tensor(sorted(set(prompt.tolist())))
+    if len(numbers) < 2:
+        raise ValueError(f"the lines come from {len(numbers)} prompt: at least 2 are needed to hold some out")
+    order = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))]
+    held = torch.isin(prompt, order[: max(1, min(len(order) - 1, round(held_out * len(order))))])
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+def _config(manifest: Manifest, settings: TrainSettings) -> LengthHeadConfig:
+    return LengthHeadConfig(
+        target=manifest.target,
+        draft=manifest.draft,
+        gamma=manifest.settings.gamma,
+        features=settings.features,
+        num_layers=manifest.settings.num_layers,
+        drafted_tokens=manifest.settings.drafted_tokens,
+        match_size=settings.match_size,
+        layer_sizes=settings.layer_sizes,
+        dropout=settings.dropout,
+        confidence_threshold=manifest.settings.confidence_threshold,
+        tokenizer_hash=manifest.tokenizer_hash,
+    )
+
+
+def _fit(
+    head: LengthHead, x: Tensor, truth: Tensor, fit: Tensor, held: Tensor, settings: TrainSettings, progress: bool
+) -> list[dict[str, float]]:
+    """Train until the held-out macro-F1 stops rising, and leave the head at its best epoch."""
+    counts = torch.bincount(truth[fit], minlength=len(CLASSES)).clamp(min=1)
+    weights = (len(fit) / (len(CLASSES) * counts)).clamp(max=LARGEST_CLASS_WEIGHT)
+    loss_of = nn.CrossEntropyLoss(weight=weights.to(x))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    order = torch.Generator().manual_seed(settings.seed)
+    history: list[dict[str, float]] = []
+    best, best_state, best_epoch = -1.0, head.state_dict(), 0
+    for epoch in (bar := tqdm(range(settings.epochs), unit="epoch", disable=not progress)):
+        head.train()
+        total = 0.0
+        shuffled = fit[torch.randperm(len(fit), generator=order)]
+        for batch in torch.split(shuffled, settings.batch_size):
+            loss = loss_of(head(x[batch]), truth[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * len(batch)
+        head.eval()
+        with torch.no_grad():
+            logits = head(x[held])
+        f1 = macro_f1(truth[held].cpu(), logits.argmax(-1).cpu())
+        held_loss = float(loss_of(logits, truth[held]))
+        history.append({"loss": total / len(fit), "held_out_loss": held_loss, "held_out_macro_f1": f1})
+        bar.set_postfix(loss=f"{total / len(fit):.3f}", macro_f1=f"{f1:.3f}")
+        if f1 > best:
+            best, best_epoch = f1, epoch
+            best_state = {name: values.clone() for name, values in head.state_dict().items()}
+        if epoch - best_epoch >= settings.patience:
+            break
+    head.load_state_dict(best_state)
+    return history
+
+
+def _report(
+    manifest: Manifest,
+    samples: dict[str, Tensor],
+    truth: Tensor,
+    fit: Tensor,
+    held: Tensor,
+    verdict: Tensor,
+    settings: TrainSettings,
+    epochs: int,
+) -> dict[str, Any]:
+    """What the model card says about the training."""
+    fit_lines, held_lines = ({name: values[rows] for name, values in samples.items()} for rows in (fit, held))
+    threshold = best_confidence_threshold(fit_lines, truth[fit])
+    by_confidence = confidence_verdict(held_lines, threshold)
+    majority = torch.full_like(verdict, majority_verdict(truth[fit]))
+    scores = {"head": verdict, "confidence": by_confidence, "majority": majority}
+    return {
+        "prompts": {**manifest.prompts, "number": len(set(samples["prompt"].tolist()))},
+        "temperatures": list(manifest.settings.temperatures),
+        "lines": len(truth),
+        "held_out_lines": len(held),
+        "classes": torch.bincount(truth, minlength=len(CLASSES)).tolist(),
+        "epochs": epochs,
+        "settings": {
+            **asdict(settings),
+            "features": list(settings.features),
+            "layer_sizes": list(settings.layer_sizes),
+        },
+        "macro_f1": {name: round(macro_f1(truth[held], said), 4) for name, said in scores.items()},
+        "accuracy": {name: round(accuracy(truth[held], said), 4) for name, said in scores.items()},
+        "confidence_threshold": round(threshold, 2),
+    }
