@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
 
-from .models import POLICIES, assert_counts_add_up, attached, config, prompt
+from .families import FAMILIES, make
+from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 pytestmark = pytest.mark.gpu
@@ -22,24 +24,68 @@ def to_gpu(inputs):
     return {name: tensor.to("cuda") for name, tensor in inputs.items()}
 
 
+@pytest.mark.parametrize("runtime", ["eager", "graph"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_output_equals_plain_generate(policy, overlap, rows, target, draft):
-    plain, model = on_gpu(target), specbranch(on_gpu(target))
-    kwargs = {**to_gpu(prompt(rows)), "max_new_tokens": 40, "do_sample": False}
-    got = model.generate(**kwargs, assistant_model=on_gpu(draft), specbranch=config(policy, overlap=overlap))
-    assert torch.equal(got, plain.generate(**kwargs))
-    assert_counts_add_up(model.specbranch_stats)
+def test_greedy_output_equals_plain_generate(policy, overlap, rows, runtime, target, draft):
+    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
+    settings = config(policy, overlap=overlap, runtime=runtime)
+    for seed in range(3):  # the second and third reuse caches and graphs
+        kwargs = {**to_gpu(prompt(rows, length=7 + 5 * seed, seed=seed)), "max_new_tokens": 40, "do_sample": False}
+        got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
+        assert torch.equal(got, plain.generate(**kwargs))
+        assert_counts_add_up(model.specbranch_stats)
 
 
-def test_real_text_equals_plain_generate():
+@pytest.mark.parametrize("runtime", ["eager", "graph"])
+def test_real_text_equals_plain_generate(runtime):
     target, draft, tokenizer = load_demo_pair(device="cuda")
     model = specbranch(target)
     for item in python_prompts()[:10]:
         inputs = tokenizer(item.prompt, return_tensors="pt").to("cuda")
         kwargs = {**inputs, "max_new_tokens": 64, "do_sample": False}
-        assert torch.equal(model.generate(**kwargs, assistant_model=draft), model.generate(**kwargs))
+        got = model.generate(**kwargs, assistant_model=draft, specbranch={"runtime": runtime})
+        assert torch.equal(got, model.generate(**kwargs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_under_graphs_or_falls_back(family):
+    target = make(family)
+    draft, inputs = on_gpu(noisy_copy(target, 0.1, 1)), to_gpu(prompt(2, length=9, vocabulary=64))
+    plain, model = on_gpu(target), specbranch(on_gpu(target))
+    kwargs = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    got = model.generate(**kwargs, assistant_model=draft, specbranch=config(epsilon=0.05, runtime="graph"))
+    assert torch.equal(got, plain.generate(**kwargs))
+
+
+def test_a_cache_that_outgrows_its_graphs_captures_them_again():
+    target = llama(seed=0, max_position_embeddings=2048)
+    plain, model = on_gpu(target), specbranch(on_gpu(target))
+    draft = on_gpu(noisy_copy(target, 0.1, 1))
+    for length in (20, 400, 30):
+        kwargs = {**to_gpu(prompt(1, length=length)), "max_new_tokens": 150, "do_sample": False}
+        got = model.generate(**kwargs, assistant_model=draft, specbranch=config(runtime="graph"))
+        assert torch.equal(got, plain.generate(**kwargs))
+
+
+def test_a_second_turn_under_graphs_continues_from_the_cache(target, draft):
+    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
+    texts = []
+    for speaker, extra in ((plain, {}), (model, {"assistant_model": draft, "specbranch": config(runtime="graph")})):
+        cache, ids = DynamicCache(config=target.config), prompt()["input_ids"].to("cuda")
+        for _ in range(3):
+            ids = speaker.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10, min_new_tokens=10,
+                do_sample=False, **extra,
+            )  # fmt: skip
+        texts.append(ids)
+    assert torch.equal(*texts)
+
+
+def test_graphs_are_refused_on_the_cpu(target, draft):
+    with pytest.raises(ValueError, match="runtime='graph' cannot run the target LlamaForCausalLM: it is not on a CUDA"):
+        attached(target).generate(**prompt(), assistant_model=draft, specbranch=config(runtime="graph"))
 
 
 def test_the_draft_may_live_on_another_device(target, draft):

@@ -27,11 +27,12 @@ from .prompts import python_prompts, read_prompts
 Way = SpecBranchConfig | bool | None  # settings; False: transformers' assisted decoding; None: plain generate()
 
 
-def ways(length: int, epsilon: float) -> dict[str, Way]:
+def ways(length: int, epsilon: float, runtime: str) -> dict[str, Way]:
     """What is compared, plain `generate()` first."""
 
     def settings(policy: str, **more: Any) -> SpecBranchConfig:
-        return SpecBranchConfig(policy=policy, max_draft_length=length, **{"confidence_threshold": epsilon, **more})
+        given = {"confidence_threshold": epsilon, "runtime": runtime, **more}
+        return SpecBranchConfig(policy=policy, max_draft_length=length, **given)
 
     return {
         "plain generate()": None,
@@ -128,6 +129,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--draft-length", type=int, default=8)
     parser.add_argument("--epsilon", type=float, default=0.4, help="confidence threshold")
+    parser.add_argument("--runtime", choices=("auto", "eager", "graph"), default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
@@ -146,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     prompts = (read_prompts(args.prompts) if args.prompts else python_prompts())[: args.num_prompts]
     inputs = [dict(tokenizer(item.prompt, return_tensors="pt").to(args.device)) for item in prompts]
-    found = measure(target, draft, inputs, args.new_tokens, ways(args.draft_length, args.epsilon))
+    found = measure(target, draft, inputs, args.new_tokens, ways(args.draft_length, args.epsilon, args.runtime))
     plain = found["plain generate()"]
     if not args.json:
         print(

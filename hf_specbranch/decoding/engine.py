@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
+from ..runners.choose import runner_for
 from ..runners.eager import EagerRunner
 from ..runners.placement import Beside
-from ..runners.probe import mask_maker_for
 from ..runners.slots import can_load, past_length
 from ..stats import SpecBranchStats
 from .cutter import CuttingDrafter
@@ -100,22 +101,28 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     hooks = _make_hooks(call)
     verdict_rng, draft_rng = _make_generators(call, text, in_step)
     attention = call.attention()
-    target = _make_target(call, text, attention, hooks, stats)
-    drafter = _make_drafter(call, policy, text, attention, hooks, draft_rng, stats)
     recorder = Recorder(call.generation_config, call.rows, attention.shape[1])
     judge = Judge(text, call.processors, bool(call.generation_config.do_sample), verdict_rng)
-    parts = Parts(target, drafter, judge, text, recorder, hooks.feature_layers)
+    slots = attention.shape[1] + stopper.max_length - text.prompt_length
 
-    with Beside(target.device, drafter.device) as beside:
-        loop = overlapped_loop if call.config.overlap and policy.drafts_ahead else sequential_loop
-        loop(parts, beside)
-        stats.draft_seconds, stats.hidden_seconds = beside.measure()
-    if call.streamer is not None:
-        call.streamer.end()
-    stats.new_tokens = text.gained
-    stats.time_to_first_token = text.first_gain - began
-    stats.total_seconds = time.perf_counter() - began
-    return _make_output(call, target, text, recorder, stats), stats
+    with ExitStack() as runners:
+        runner = runners.enter_context(runner_for(call.model, "target", call.rows, slots, call.config.runtime))
+        target = _make_target(call, runner, text, attention, hooks, stats)
+        drafter: Drafter | NoDrafter = NoDrafter(call.rows, text.ids.device)
+        if call.draft is not None and policy.drafts:
+            runner = runners.enter_context(runner_for(call.draft, "draft", call.rows, slots, call.config.runtime))
+            drafter = _make_drafter(call, runner, policy, text, attention, hooks, draft_rng, stats)
+        parts = Parts(target, drafter, judge, text, recorder, hooks.feature_layers)
+        with Beside(target.device, drafter.device) as beside:
+            loop = overlapped_loop if call.config.overlap and policy.drafts_ahead else sequential_loop
+            loop(parts, beside)
+            stats.draft_seconds, stats.hidden_seconds = beside.measure()
+        if call.streamer is not None:
+            call.streamer.end()
+        stats.new_tokens = text.gained
+        stats.time_to_first_token = text.first_gain - began
+        stats.total_seconds = time.perf_counter() - began
+        return _make_output(call, target, text, recorder, stats), stats
 
 
 def _make_text(call: Call, stopper: Stopper, in_step: bool) -> Text:
@@ -166,8 +173,9 @@ def _draws_drafts(call: Call) -> bool:
     return (warpers[-1].temperature if warpers else 1.0) >= GREEDY_DRAFTS_BELOW
 
 
-def _make_target(call: Call, text: Text, attention: Tensor, hooks: HookList, stats: SpecBranchStats) -> Target:
-    runner = EagerRunner(call.model, mask_maker_for(call.model, "target"))
+def _make_target(
+    call: Call, runner: EagerRunner, text: Text, attention: Tensor, hooks: HookList, stats: SpecBranchStats
+) -> Target:
     past = call.past
     if past is not None and past_length(past) > 0:
         runner.cache.load(past)
@@ -185,16 +193,14 @@ def _make_target(call: Call, text: Text, attention: Tensor, hooks: HookList, sta
 
 def _make_drafter(
     call: Call,
+    runner: EagerRunner,
     policy: Policy,
     text: Text,
     attention: Tensor,
     hooks: HookList,
     generator: torch.Generator | None,
     stats: SpecBranchStats,
-) -> Drafter | NoDrafter:
-    if call.draft is None or not policy.drafts:
-        return NoDrafter(call.rows, text.ids.device)
-    runner = EagerRunner(call.draft, mask_maker_for(call.draft, "draft"))
+) -> Drafter:
     own = attention[:, attention.shape[1] - text.prompt_length :]  # the draft reads the text, not what is cached
     vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
     gamma, branches = call.config.draft_length, call.config.max_branches if policy.forks else 1

@@ -118,6 +118,11 @@ class SlotCache(Cache):
         """The next forward is a prefill: it writes behind what earlier prefills wrote."""
         self.address.point_at(None, 0)
 
+    def forget(self) -> None:
+        """Start anew in the same memory: what nobody sees does not exist."""
+        for layer in self.layers:
+            layer.appended = 0
+
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy entries between slots, [B, N] to [B, N]; reading happens before writing."""
         for layer in self.layers:
@@ -134,13 +139,13 @@ class SlotCache(Cache):
         length = past_length(past)
         self.reserve(length)
         for index, (keys, values, first) in enumerate(_stored(past)):
-            layer = SlotLayer(self.address)
-            layer.lazy_initialization(keys, values)
+            if index == len(self.layers):
+                self.layers.append(SlotLayer(self.address))
+                self.layers[index].lazy_initialization(keys, values)
+            layer = self.layers[index]
             layer.keys[:, :, first:length] = keys
             layer.values[:, :, first:length] = values
             layer.appended = length
-            assert len(self.layers) == index
-            self.layers.append(layer)
 
     def store(self, past: Cache, first: int, last: int) -> None:
         """Append slots `first` to `last` (exclusive) to another cache."""

@@ -1,0 +1,53 @@
+"""Which runner a model gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from . import graph
+from .eager import EagerRunner
+from .probe import mask_maker_for
+
+UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
+BRANCHES = 64  # room for branches behind the text
+
+
+@contextmanager
+def runner_for(model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str) -> Iterator[EagerRunner]:
+    """A runner for one generation.
+
+    Args:
+        model: the model to run.
+        role: "target" or "draft", for error messages.
+        rows: the batch size.
+        slots: the longest a row may get; room is made for it in advance where that is reasonable.
+        runtime: "eager", "graph", or "auto": graphs on CUDA where the model can be captured, eager elsewhere.
+    """
+    masks = mask_maker_for(model, role)
+    if runtime == "eager" or (reason := why_not_captured(model)):
+        if runtime == "graph":
+            raise ValueError(f"runtime='graph' cannot run the {role} {type(model).__name__}: {reason}")
+        yield EagerRunner(model, masks)
+        return
+    runner = graph.take(model, masks, rows)
+    runner.reserve(rows, min(slots + BRANCHES, UPFRONT))
+    yield runner
+    graph.give_back(runner, rows)
+
+
+def why_not_captured(model: PreTrainedModel) -> str:
+    """Why this model must run eagerly; empty if it need not."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if any(device.type != "cuda" for device in devices):
+        return "it is not on a CUDA device"
+    if len(devices) > 1:
+        return "it is split over several devices"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "it is quantised"
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    return ""
