@@ -19,6 +19,7 @@ from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
 from .heads.resolve import resolve_head
+from .runners.choose import release
 from .stats import SpecBranchStats
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -192,6 +193,7 @@ class SpecBranchMixin(GenerationMixin):
             raise TypeError(f"{type(self).__name__} is a SpecBranchMixin by its definition: there is nothing to detach")
         for name in ("_specbranch_memory", "specbranch_stats"):
             self.__dict__.pop(name, None)
+        release(cast(PreTrainedModel, self))
         self.__class__ = original
         return self
 

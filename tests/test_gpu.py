@@ -83,9 +83,20 @@ def test_a_second_turn_under_graphs_continues_from_the_cache(target, draft):
     assert torch.equal(*texts)
 
 
-def test_graphs_are_refused_on_the_cpu(target, draft):
-    with pytest.raises(ValueError, match="runtime='graph' cannot run the target LlamaForCausalLM: it is not on a CUDA"):
-        attached(target).generate(**prompt(), assistant_model=draft, specbranch=config(runtime="graph"))
+def test_forward_hooks_are_called_at_every_pass(target, draft):
+    model, draft, calls = specbranch(on_gpu(target)), on_gpu(draft), []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.generate(**to_gpu(prompt()), max_new_tokens=30, do_sample=False, assistant_model=draft)
+    assert len(calls) >= model.specbranch_stats.target_forwards
+
+
+def test_weights_replaced_between_calls_are_used(target, draft, stranger):
+    model, draft = specbranch(on_gpu(target)), on_gpu(draft)
+    kwargs = {**to_gpu(prompt()), "max_new_tokens": 30, "do_sample": False}
+    model.generate(**kwargs, assistant_model=draft)
+    model.load_state_dict(stranger.state_dict(), assign=True)
+    model.to("cuda")
+    assert torch.equal(model.generate(**kwargs, assistant_model=draft), on_gpu(stranger).generate(**kwargs))
 
 
 def test_the_draft_may_live_on_another_device(target, draft):

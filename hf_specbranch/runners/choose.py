@@ -48,6 +48,17 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is split over several devices"
     if getattr(model, "hf_quantizer", None) is not None:
         return "it is quantised"
-    if not torch.cuda.is_available():
-        return "CUDA is not available"
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return "it has adapters, which may be switched between calls"
+    if any(_is_watched(module) for module in model.modules()):
+        return "it has forward hooks, which a replay would not call"
     return ""
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free the cache and the graphs that are kept for a model's next generation."""
+    graph.drop(model)

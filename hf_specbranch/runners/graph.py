@@ -8,6 +8,7 @@ and the draft's steps really run beside each other.
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -47,8 +48,17 @@ class GraphRunner(EagerRunner):
         super().__init__(model, masks)
         self.captured: dict[tuple[int, int, int], Captured] = {}
         self.capturable = True
-        self.pool = torch.cuda.graph_pool_handle()
-        self.capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.fingerprint = 0  # of the model when the runner was made
+
+    @cached_property
+    def pool(self) -> Any:
+        """Memory that all graphs of this runner share; they never replay at the same time."""
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Where forwards are captured."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def reserve(self, rows: int, slots: int) -> None:
         before = self.cache.address.capacity, self.slot_positions.shape
@@ -92,11 +102,11 @@ class GraphRunner(EagerRunner):
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
-        self.capture_stream.wait_stream(current)
+        self.stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self.capture_stream):
+            with torch.cuda.stream(self.stream):
                 super().forward(*buffers)  # libraries set themselves up outside the graph
-                self.capture_stream.synchronize()
+                self.stream.synchronize()
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     logits = super().forward(*buffers).logits
@@ -108,7 +118,7 @@ class GraphRunner(EagerRunner):
             logger.warning("%s runs eagerly: it cannot be captured (%s)", type(self.model).__name__, reason)
             return None
         finally:
-            current.wait_stream(self.capture_stream)
+            current.wait_stream(self.stream)
         return Captured(graph, *buffers, logits)
 
 
@@ -117,15 +127,20 @@ def round_up(slots: int) -> int:
     return max(SMALLEST, 1 << (slots - 1).bit_length())
 
 
-# Runners that wait for the next generation: their graphs and caches are worth keeping.
+# Runners that wait for a model's next generation: their graphs and caches are worth keeping. A waiting runner holds
+# no reference to its model, so that it goes when the model goes.
 _IDLE: WeakKeyDictionary[PreTrainedModel, dict[int, GraphRunner]] = WeakKeyDictionary()
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int) -> GraphRunner:
-    """A runner for this model and batch size, from an earlier generation if there is one."""
+    """A runner for this model and batch size, from an earlier generation if it still fits the model."""
     waiting = _IDLE.get(model, {}).pop(rows, None)
-    if waiting is None or waiting.device != model.get_input_embeddings().weight.device:
-        return GraphRunner(model, masks)
+    current = fingerprint(model)
+    if waiting is None or waiting.fingerprint != current:
+        runner = GraphRunner(model, masks)
+        runner.fingerprint = current
+        return runner
+    waiting.model, waiting.masks = model, masks
     waiting.cache.forget()
     return waiting
 
@@ -133,8 +148,25 @@ def take(model: PreTrainedModel, masks: MaskMaker, rows: int) -> GraphRunner:
 def give_back(runner: GraphRunner, rows: int) -> None:
     """Keep a runner for the next generation; one for each model, so that caches do not pile up."""
     _IDLE[runner.model] = {rows: runner}
+    del runner.model
 
 
 def drop(model: PreTrainedModel) -> None:
     """Free what is kept for a model."""
     _IDLE.pop(model, None)
+
+
+def fingerprint(model: PreTrainedModel) -> int:
+    """Changes with everything a captured graph has baked in: where weights lie, their dtype, and modes."""
+    tensors = (*model.parameters(), *model.buffers())
+    weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+    training = tuple(module.training for module in model.modules())
+    config = model.config.get_text_config(decoder=True)
+    modes = (
+        config._attn_implementation,
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
+        torch.is_inference_mode_enabled(),  # its tensors cannot be written outside it
+    )
+    return hash((weights, training, modes))

@@ -1,0 +1,92 @@
+"""Which runner a model gets, and when captured graphs no longer fit it."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from hf_specbranch import specbranch
+from hf_specbranch.runners import graph
+from hf_specbranch.runners.choose import why_not_captured
+from hf_specbranch.runners.graph import fingerprint, round_up
+from hf_specbranch.runners.probe import mask_maker_for
+
+from .models import attached, config, prompt
+
+
+def test_graphs_are_refused_on_the_cpu(target, draft):
+    with pytest.raises(ValueError, match="runtime='graph' cannot run the target LlamaForCausalLM: it is not on a CUDA"):
+        attached(target).generate(
+            **prompt(), max_new_tokens=3, assistant_model=draft, specbranch=config(runtime="graph")
+        )
+
+
+def test_a_model_on_the_cpu_runs_eagerly(target):
+    assert why_not_captured(target) == "it is not on a CUDA device"
+
+
+@pytest.mark.parametrize(("slots", "size"), [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 2048)])
+def test_sizes_are_powers_of_two(slots, size):
+    assert round_up(slots) == size
+
+
+def test_the_fingerprint_notices_what_a_graph_has_baked_in(target):
+    model = copy.deepcopy(target)
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # in place: a replay reads the new values
+    assert fingerprint(model) == before
+    model.train()
+    assert fingerprint(model) != before
+    model.eval()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    assert fingerprint(model) != before
+
+
+def test_the_fingerprint_notices_attention_and_precision(target):
+    model = copy.deepcopy(target)
+    before = fingerprint(model)
+    model.set_attn_implementation("eager")
+    assert fingerprint(model) != before
+    model.set_attn_implementation("sdpa")
+    assert fingerprint(model) == before
+    with torch.inference_mode():
+        assert fingerprint(model) != before
+
+
+def test_a_runner_waits_for_the_models_next_generation(target):
+    model = copy.deepcopy(target)
+    masks = mask_maker_for(model, "target")
+    first = graph.take(model, masks, rows=1)
+    first.prefill(prompt()["input_ids"], torch.arange(7)[None], None)
+    graph.give_back(first, rows=1)
+    again = graph.take(model, masks, rows=1)
+    assert again is first and again.model is model
+    assert again.cache.get_seq_length() == 0  # nothing of the last text is left to see
+    graph.give_back(again, rows=1)
+    assert graph.take(model, masks, rows=2) is not first
+
+
+def test_a_runner_whose_model_has_changed_is_not_used_again(target):
+    model = copy.deepcopy(target)
+    masks = mask_maker_for(model, "target")
+    runner = graph.take(model, masks, rows=1)
+    graph.give_back(runner, rows=1)
+    model.to(torch.float64)
+    assert graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
+
+
+def test_what_is_kept_goes_with_the_model_or_on_request(target):
+    for goes in (True, False):
+        model = copy.deepcopy(target)
+        graph.give_back(graph.take(model, mask_maker_for(model, "target"), rows=1), rows=1)
+        kept = len(graph._IDLE)
+        if goes:
+            del model
+            gc.collect()
+        else:
+            attached_model = specbranch(model)
+            attached_model.detach_specbranch()
+        assert len(graph._IDLE) == kept - 1
