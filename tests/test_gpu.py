@@ -99,6 +99,18 @@ def test_weights_replaced_between_calls_are_used(target, draft, stranger):
     assert torch.equal(model.generate(**kwargs, assistant_model=draft), on_gpu(stranger).generate(**kwargs))
 
 
+def test_hidden_states_are_captured_too(target, draft):
+    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
+    kwargs = dict(**to_gpu(prompt()), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    wanted = dict(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
+    theirs = plain.generate(**kwargs, **wanted)
+    ours = model.generate(**kwargs, **wanted, assistant_model=draft, specbranch=config(runtime="graph"))
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for mine, other in zip(ours.hidden_states, theirs.hidden_states):
+        for one, two in zip(mine, other):
+            torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+
+
 def test_the_draft_may_live_on_another_device(target, draft):
     kwargs = {**prompt(2), "max_new_tokens": 40, "do_sample": False}
     expected = target.generate(**kwargs)

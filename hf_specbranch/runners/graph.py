@@ -27,26 +27,26 @@ MOST_QUERIES = 64  # longer forwards are rare and run eagerly
 
 
 class Captured(NamedTuple):
-    """A graph, the buffers it reads and the one it writes."""
+    """A graph, the buffers it reads and those it writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [B, Q]
     positions: Tensor  # [B, Q]
     slots: Tensor  # [B, Q]
     visible: Tensor  # [B, Q, S]
-    logits: Tensor  # [B, Q, V]
+    step: Step  # what it writes
 
 
 class GraphRunner(EagerRunner):
     """Captures a forward for every (queries, visible slots) it meets, rounded up to few sizes.
 
-    The logits it returns are overwritten by the next forward of the same size. Forwards that ask for hidden
-    states or attentions run eagerly, and so does everything if the model cannot be captured.
+    What it returns is overwritten by the next forward of the same size. A model that cannot be captured runs
+    eagerly.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
         super().__init__(model, masks)
-        self.captured: dict[tuple[int, int, int], Captured] = {}
+        self.captured: dict[tuple[Any, ...], Captured] = {}
         self.capturable = True
         self.fingerprint = 0  # of the model when the runner was made
 
@@ -76,25 +76,28 @@ class GraphRunner(EagerRunner):
         **extra: Any,
     ) -> Step:
         rows, queries, shown = visible.shape
-        if extra or not self.capturable or queries > MOST_QUERIES:
+        if not self.capturable or queries > MOST_QUERIES:
             return super().forward(tokens, positions, slots, visible, first, **extra)
         size = round_up(shown)
         self.reserve(rows, size)
-        captured = self.captured.get((rows, queries, size))
+        key = (rows, queries, size, *sorted(extra.items()))
+        captured = self.captured.get(key)
         if captured is None:
-            captured = self._capture(tokens, positions, slots, visible, size)
+            captured = self._capture(tokens, positions, slots, visible, size, extra)
             if captured is None:
-                return super().forward(tokens, positions, slots, visible, first)
-            self.captured[rows, queries, size] = captured
+                return super().forward(tokens, positions, slots, visible, first, **extra)
+            self.captured[key] = captured
         captured.tokens.copy_(tokens)
         captured.positions.copy_(positions)
         captured.slots.copy_(slots)
         captured.visible[:, :, :shown].copy_(visible)
         captured.visible[:, :, shown:] = False
         captured.graph.replay()
-        return Step(captured.logits)
+        return captured.step
 
-    def _capture(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int) -> Captured | None:
+    def _capture(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
+    ) -> Captured | None:
         """Record the forward. It runs on the real inputs, so what it writes to the cache is what belongs there."""
         rows, queries, shown = visible.shape
         padded = torch.zeros((rows, queries, size), dtype=torch.bool, device=self.device)
@@ -105,11 +108,11 @@ class GraphRunner(EagerRunner):
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
-                super().forward(*buffers)  # libraries set themselves up outside the graph
+                super().forward(*buffers, **extra)  # libraries set themselves up outside the graph
                 self.stream.synchronize()
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    logits = super().forward(*buffers).logits
+                    step = super().forward(*buffers, **extra)
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
@@ -119,7 +122,7 @@ class GraphRunner(EagerRunner):
             return None
         finally:
             current.wait_stream(self.stream)
-        return Captured(graph, *buffers, logits)
+        return Captured(graph, *buffers, step)
 
 
 def round_up(slots: int) -> int:
