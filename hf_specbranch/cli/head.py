@@ -89,6 +89,7 @@ def train(
     max_token_loss: Annotated[
         float, typer.Option(min=0, max=1, help="Tokens per pass that may be given up for less rollback, as a part.")
     ] = TrainSettings.max_token_loss,
+    aim: Annotated[str, typer.Option(help="Choose thresholds for least rollback, or most tokens.")] = "rollback",
     pictures: Annotated[bool, typer.Option(help="Save the learning curve and the confusion matrix.")] = True,
     device: Device = "cpu",
     seed: Seed = 0,
@@ -107,6 +108,7 @@ def train(
         epochs=epochs,
         held_out=held_out,
         max_token_loss=max_token_loss,
+        aim=aim,
         seed=seed,
     )
     if pictures:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..bench.prompts import Prompt
 from ..config import SpecBranchConfig
-from .dataset import CollectSettings, Manifest, prompts_record, write_shard
+from .dataset import UNBOUNDED, CollectSettings, Manifest, prompts_record, write_shard
 from .identity import ModelIdentity, tokenizer_hash
 from .recording import LineRecorder
 
@@ -61,7 +61,8 @@ def collect(
     manifest = _resume(manifest, out)
     runs = _runs(len(prompts), settings)
     runner = PairRunner(target, draft, tokenizer)
-    with tqdm(total=settings.max_samples, initial=manifest.samples, unit="line", disable=not progress) as bar:
+    total = settings.max_samples if settings.max_samples < UNBOUNDED else None
+    with tqdm(total=total, initial=manifest.samples, unit="line", disable=not progress) as bar:
         for number, (rows, temperature) in enumerate(runs):
             if manifest.complete or manifest.samples >= settings.max_samples:
                 break

@@ -18,6 +18,7 @@ from .identity import ModelIdentity
 
 MANIFEST = "manifest.json"
 KIND = "hf_specbranch length head data"
+UNBOUNDED = 10**9  # as a number of lines: until the prompts are used up
 
 
 @dataclass(frozen=True)

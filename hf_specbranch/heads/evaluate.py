@@ -16,7 +16,7 @@ from ..bench.prompts import Prompt
 from ..config import SpecBranchConfig
 from ..stats import SpecBranchStats
 from .collect import PairRunner, collect
-from .dataset import CollectSettings, labels, prompts_record, read_samples
+from .dataset import UNBOUNDED, CollectSettings, labels, prompts_record, read_samples
 from .inputs import HeadInputs
 from .metrics import (
     accuracy,
@@ -114,7 +114,7 @@ def judge_verdicts(
         temperatures=settings.temperatures,
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
-        max_samples=10**6,
+        max_samples=UNBOUNDED,
         num_layers=config.num_layers,
         drafted_tokens=config.drafted_tokens,
         seed=settings.seed,

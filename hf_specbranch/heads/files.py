@@ -45,6 +45,7 @@ def save(head: LengthHead, folder: Path) -> Path:
         save_file(tensors, Path(draft) / WEIGHTS, metadata={"format": "pt", "config": json.dumps(record)})
         (Path(draft) / CONFIG).write_text(text, encoding="utf-8")
         (Path(draft) / CARD).write_text(model_card(config), encoding="utf-8")
+        os.chmod(Path(draft) / WEIGHTS, (Path(draft) / CONFIG).stat().st_mode)  # safetensors makes it private
         for name in (WEIGHTS, CONFIG, CARD):
             os.replace(Path(draft) / name, folder / name)
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -78,27 +79,42 @@ def effect(samples: dict[str, Tensor], verdict: Tensor, epsilon: float) -> Effec
 
 
 def choose_thresholds(
-    probabilities: Tensor, samples: dict[str, Tensor], epsilon: float, max_token_loss: float
+    probabilities: Tensor, samples: dict[str, Tensor], epsilon: float, max_token_loss: float, aim: str = "rollback"
 ) -> tuple[float, float]:
-    """The thresholds that roll back least among those that keep the tokens per pass.
+    """The best thresholds for a purpose, judged at every temperature by itself.
 
     Args:
         probabilities: [N, 3] a head's, on lines it was not fitted to.
         samples: these lines.
         epsilon: the confidence threshold the head will work beside.
         max_token_loss: the part of the tokens per pass (without a head) that may be given up.
+        aim: "rollback": roll back least among those that keep the tokens per pass. "tokens": most tokens per
+            pass among those that also roll back no more than without a head.
 
     Returns:
         `(none_threshold, all_threshold)`; 1.0 never speaks.
     """
-    silent = effect(samples, torch.full((len(probabilities),), SOME), epsilon)
-    enough = silent.tokens_per_pass * (1 - max_token_loss)
+    temperature = samples.get("temperature", torch.zeros(len(probabilities)))
+    groups = [
+        (probabilities[rows], {name: values[rows] for name, values in samples.items()})
+        for rows in (temperature == value for value in sorted(set(temperature.tolist())))
+    ]
+    silent = [effect(lines, torch.full((len(given),), SOME), epsilon) for given, lines in groups]
     grid = [step / 50 for step in range(5, 51)]
-    best, found = (1.0, 1.0), silent
-    for none_threshold in grid:
-        for all_threshold in grid:
-            verdict = verdict_by_thresholds(probabilities, none_threshold, all_threshold)
-            reached = effect(samples, verdict, epsilon)
-            if reached.tokens_per_pass >= enough and reached.rollback_tokens < found.rollback_tokens:
-                best, found = (none_threshold, all_threshold), reached
+    best, best_score = (1.0, 1.0), _score(silent, aim)
+    for thresholds in itertools.product(grid, grid):
+        reached = [effect(lines, verdict_by_thresholds(given, *thresholds), epsilon) for given, lines in groups]
+        allowed = all(
+            now.tokens_per_pass >= (1 - max_token_loss) * alone.tokens_per_pass
+            and (aim == "rollback" or now.rollback_tokens <= alone.rollback_tokens)
+            for now, alone in zip(reached, silent)
+        )
+        if allowed and (score := _score(reached, aim)) > best_score:
+            best, best_score = thresholds, score
     return best
+
+
+def _score(effects: list[Effect], aim: str) -> float:
+    if aim == "tokens":
+        return sum(each.tokens_per_pass for each in effects)
+    return -sum(each.rollback_tokens for each in effects)

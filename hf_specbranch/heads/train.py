@@ -43,6 +43,7 @@ class TrainSettings:
         weight_decay: of AdamW.
         held_out: part of the prompts kept for early stopping and for choosing the thresholds.
         max_token_loss: how much of the tokens per pass the thresholds may give up for less rollback.
+        aim: what the thresholds are chosen for, "rollback" or "tokens"; see `metrics.choose_thresholds`.
         seed: of the split, the weights and the order.
     """
 
@@ -57,7 +58,12 @@ class TrainSettings:
     weight_decay: float = 0.05
     held_out: float = 0.2
     max_token_loss: float = 0.01
+    aim: str = "rollback"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.aim not in ("rollback", "tokens"):
+            raise ValueError(f"aim={self.aim!r}: expected 'rollback' or 'tokens'")
 
 
 @dataclass
@@ -100,7 +106,9 @@ def train(data: Path, settings: TrainSettings, device: str = "cpu", progress: bo
     held_lines = {name: values[held] for name, values in samples.items()}
     with torch.no_grad():
         probabilities = head(x[held]).softmax(-1)
-    thresholds = choose_thresholds(probabilities, held_lines, config.confidence_threshold, settings.max_token_loss)
+    thresholds = choose_thresholds(
+        probabilities, held_lines, config.confidence_threshold, settings.max_token_loss, settings.aim
+    )
     verdict = probabilities.argmax(-1)
     report = _report(manifest, samples, truth, fit, held, verdict, settings, len(history))
     head.config = replace(config, none_threshold=thresholds[0], all_threshold=thresholds[1], training=report)
