@@ -1,0 +1,104 @@
+"""A length head never changes what comes out: greedy by comparison, sampling by enumeration."""
+
+import pytest
+import torch
+
+from hf_specbranch import load_demo_pair, specbranch
+from hf_specbranch.bench import python_prompts
+from hf_specbranch.decoding import cutter
+from hf_specbranch.heads.model import verdict_by_thresholds
+
+from .heads import balance, random_head
+from .models import assert_counts_add_up, attached, config, prompt
+from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+KINDS = {
+    "as shipped": {},
+    "as in the paper": {"features": ("hidden", "committed"), "match_size": 0},
+    "confidence alone": {"features": ("confidence", "kind"), "match_size": 0},
+    "drafted tokens alone": {"features": ("drafted", "probability"), "match_size": 0},
+}
+
+
+def settings_with(head, drafting="sample"):
+    return config(gamma=2, k=3, epsilon=0.3, draft_sampling=drafting, length_head=head)
+
+
+def balanced_head(kind):
+    """A head for the sampling pair that holds some lines back and not others."""
+    head, shown = random_head(*sampling_pair(), gamma=2, **KINDS[kind]), []
+    handle = head.register_forward_pre_hook(lambda _, features: shown.append(features[0]))
+    draw(settings_with(head), samples=1000)
+    handle.remove()
+    return balance(head, torch.cat(shown))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_stays_the_targets(kind, target, draft):
+    model, inputs = attached(target), {**prompt(3), "max_new_tokens": 40, "do_sample": False}
+    head = random_head(target, draft, **KINDS[kind])
+    out = model.generate(**inputs, assistant_model=draft, specbranch=config(), length_head=head)
+    assert torch.equal(out, target.generate(**inputs))
+    assert_counts_add_up(model.specbranch_stats)
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "sample"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_output_stays_the_targets(kind, drafting):
+    settings = settings_with(balanced_head(kind), drafting)
+    assert p_value(draw(settings, samples=10_000), exact_distribution(sampling_pair()[0])) > SMALLEST_P
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
+    head, said = balanced_head(kind), []
+    head.register_forward_hook(lambda _, __, logits: said.append(logits.softmax(-1)))
+    draw(settings_with(head), samples=1000)
+    verdict = verdict_by_thresholds(torch.cat(said), head.config.none_threshold, head.config.all_threshold)
+    assert 0.05 < (verdict == 0).float().mean() < 0.95
+
+
+def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
+    """Discarding drawn tokens by what was seen of them, and drawing anew, is biased; the test must see it."""
+    honest, head = cutter.CuttingDrafter._cut, balanced_head("drafted tokens alone")
+
+    def discard(self):
+        kept, line = honest(self), self.line
+        for b in self.rows:
+            if self.survived[b] and kept[b] == 0 and line.length[b]:
+                line.length[b], line.known[b] = 0, False
+                self.fed[b] = min(self.fed[b], line.start[b] - 1)
+        return kept
+
+    monkeypatch.setattr(cutter.CuttingDrafter, "_cut", discard)
+    settings = settings_with(head)
+    assert p_value(draw(settings, books_balance=False), exact_distribution(sampling_pair()[0])) < SMALLEST_P
+
+
+@pytest.mark.parametrize("name", ["good", "weak"])
+def test_the_shipped_heads_leave_greedy_output_alone(name):
+    target, draft, tokenizer, head = load_demo_pair(name, head=True)
+    batch = tokenizer([p.prompt for p in python_prompts()[:4]], return_tensors="pt", padding=True)
+    plain = target.generate(**batch, do_sample=False, max_new_tokens=48)
+    model = specbranch(target, draft=draft, head=head)
+    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=48), plain)
+    assert_counts_add_up(model.specbranch_stats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["good", "weak"])
+def test_the_shipped_heads_leave_the_next_tokens_distribution_alone(name):
+    """The two commonest tokens at each of the first positions, against plain sampling."""
+    target, draft, tokenizer, head = load_demo_pair(name, head=True)
+    ids = tokenizer("def add(a, b):\n    return", return_tensors="pt")["input_ids"].expand(500, -1)
+    settings = dict(do_sample=True, temperature=0.8, top_k=0, max_new_tokens=5, attention_mask=torch.ones_like(ids))
+    torch.manual_seed(0)
+    plain = torch.cat([target.generate(ids, **settings) for _ in range(4)])[:, ids.shape[1] :]
+    model = specbranch(target, draft=draft, head=head)
+    ours = torch.cat([model.generate(ids, **settings) for _ in range(4)])[:, ids.shape[1] :]
+    for position in range(5):
+        for token in plain[:, position].bincount().topk(2).indices:
+            a, b = ((texts[:, position] == token).double().mean() for texts in (plain, ours))
+            spread = (2 * a * (1 - a) / len(plain)).sqrt()
+            assert abs(a - b) <= 4.5 * spread + 1e-3
