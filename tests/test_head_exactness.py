@@ -5,7 +5,7 @@ import torch
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.decoding import cutter
+from hf_specbranch.decoding import drafter as drafter_module
 from hf_specbranch.heads.model import verdict_by_thresholds
 
 from .heads import balance, random_head
@@ -61,7 +61,7 @@ def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
 
 def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
     """Discarding drawn tokens by what was seen of them, and drawing anew, is biased; the test must see it."""
-    honest, head = cutter.CuttingDrafter._cut, balanced_head("drafted tokens alone")
+    honest, head = drafter_module.Drafter._cut, balanced_head("drafted tokens alone")
 
     def discard(self):
         kept, line = honest(self), self.line
@@ -71,7 +71,7 @@ def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
                 self.fed[b] = min(self.fed[b], line.start[b] - 1)
         return kept
 
-    monkeypatch.setattr(cutter.CuttingDrafter, "_cut", discard)
+    monkeypatch.setattr(drafter_module.Drafter, "_cut", discard)
     settings = settings_with(head)
     assert p_value(draw(settings, books_balance=False), exact_distribution(sampling_pair()[0])) < SMALLEST_P
 

@@ -70,6 +70,7 @@ class Drafter:
         self.width = [0 for _ in self.rows]  # branches opened behind it
         self.ahead = [False for _ in self.rows]  # rows that draft past it
         self.survived = [False for _ in self.rows]  # the line outlived a verdict and has not been cut yet
+        self.fresh = [False for _ in self.rows]  # the line comes straight from the draft stage
         self.siblings: Siblings | None = None
         self.features: Tensor | None = None
 
@@ -86,9 +87,10 @@ class Drafter:
         Args:
             room: how many tokens each row may still gain; 0 where it is finished.
         """
+        self.fresh = [False for _ in self.rows]
         if self.policy.drafts_first:
             self._draft_stage(room)
-        kept = self._cut() if self.policy.forks and any(self.survived) else self.line.length
+        kept = self._cut()
         self.survived = [False for _ in self.rows]
         self.chain_length = [max(0, min(kept[b], self.gamma, room[b] - 1)) for b in self.rows]
         self.ahead = [self.policy.drafts_ahead and room[b] > self.chain_length[b] + 1 for b in self.rows]
@@ -143,7 +145,8 @@ class Drafter:
     def _draft_stage(self, room: list[int]) -> None:
         """Draft up to gamma tokens on the rows that have none, stopping where the hooks say so."""
         line = self.line
-        going = [line.length[b] == 0 and room[b] > 1 for b in self.rows]
+        empty = [length == 0 for length in line.length]
+        going = [empty[b] and room[b] > 1 for b in self.rows]
         for step in range(self.gamma):
             going = [going[b] and step < room[b] - 1 for b in self.rows]
             if any(going[b] and not line.known[b] for b in self.rows):
@@ -154,6 +157,7 @@ class Drafter:
             if not any(going):
                 break
             self.stats.num_draft_tokens += line.extend(going, self.generator)
+        self.fresh = [empty[b] and line.length[b] > 0 for b in self.rows]
 
     def _feed_line(self) -> None:
         """Feed what the cache has not seen of each row's line."""
@@ -170,9 +174,17 @@ class Drafter:
                 self.fed[b], self.line.known[b] = end[b], True
 
     def _cut(self) -> list[int]:
-        """How much of a surviving line to send, by the hooks; one fresh from the draft stage is sent whole."""
-        kept = self.hooks.keep(self.line.survivor(self.features)).tolist()
-        return [kept[b] if self.survived[b] else self.line.length[b] for b in self.rows]
+        """How much of each line to send, by the hooks.
+
+        They are asked about survivors, and about lines fresh from the draft stage if one of them wants to be: on a
+        poorly aligned pair most rolled back tokens come from there. What is not sent becomes the main branch.
+        """
+        hooks, line = self.hooks, self.line
+        asked = [self.survived[b] or (hooks.fresh_lines and self.fresh[b]) for b in self.rows]
+        if not self.policy.forks or not any(asked):
+            return line.length
+        kept = hooks.keep(line.survivor(self.features, self.fresh, with_scores=hooks.draft_scores)).tolist()
+        return [kept[b] if asked[b] else line.length[b] for b in self.rows]
 
     # ---- the branch stage
 

@@ -21,7 +21,6 @@ from ..runners.eager import EagerRunner
 from ..runners.placement import Beside
 from ..runners.slots import can_load, past_length
 from ..stats import SpecBranchStats
-from .cutter import CuttingDrafter
 from .draft_model import DraftModel
 from .drafter import Drafter, NoDrafter
 from .hooks import ConfidenceStop, HookList, SpeculationHook, ThreeWay, TopKBranches
@@ -210,8 +209,7 @@ def _make_drafter(
     model = DraftModel(runner, own.to(runner.device), vocabulary, call.processors, capacity, stats)
     reach = 2 * gamma + 2  # a chain, the branch point, a branch
     line = Line(call.input_ids.to(runner.device), capacity, reach, branches, vocabulary)
-    kind = CuttingDrafter if hooks.fresh_lines or hooks.draft_scores else Drafter
-    return kind(model, line, policy, gamma, hooks, generator, stats)
+    return Drafter(model, line, policy, gamma, hooks, generator, stats)
 
 
 def _make_output(

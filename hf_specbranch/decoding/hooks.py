@@ -33,9 +33,8 @@ class Survivor(NamedTuple):
     confidence: Tensor  # [B, M] the draft's largest probability at each position
     committed: Tensor  # [B] the token just committed, which the line follows
     features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if asked for
-    # The rest is filled in where a hook asks for more than survivors:
     fresh: Tensor | None = None  # [B] bool: not a survivor but a line that comes straight from the draft stage
-    scores: Tensor | None = None  # [B, M, V] the draft's distribution at each position
+    scores: Tensor | None = None  # [B, M, V] the draft's distribution at each position, if asked for
     column: Tensor | None = None  # [B] where in the text the line begins
 
 

@@ -88,12 +88,26 @@ class Line:
         """[B, K] candidates at these columns, the line's own token first."""
         return self._at(self.candidates, columns)
 
-    def survivor(self, features: Tensor | None) -> Survivor:
-        """The lines as hooks see them."""
+    def survivor(self, features: Tensor | None, fresh: list[bool], with_scores: bool) -> Survivor:
+        """The lines as hooks see them.
+
+        Args:
+            features: the target's hidden states, if hooks want them.
+            fresh: rows whose line comes straight from the draft stage.
+            with_scores: show the draft's distributions too.
+        """
         columns = self._columns(max(self.length))
-        committed = self.ids.gather(1, self.tensor(self.start)[:, None] - 1)[:, 0]
-        confidence = self.confidence.gather(1, columns % self.ring)
-        return Survivor(self.ids.gather(1, columns), self.tensor(self.length), confidence, committed, features)
+        start = self.tensor(self.start)
+        return Survivor(
+            tokens=self.ids.gather(1, columns),
+            length=self.tensor(self.length),
+            confidence=self.confidence.gather(1, columns % self.ring),
+            committed=self.ids.gather(1, start[:, None] - 1)[:, 0],
+            features=features,
+            fresh=torch.tensor(fresh, device=self.device),
+            scores=gather_rows(self.scores, columns % self.ring) if with_scores else None,
+            column=start,
+        )
 
     def _columns(self, count: int) -> Tensor:
         return self.tensor(self.start)[:, None] + torch.arange(count, device=self.device)  # [B, count]
