@@ -6,6 +6,8 @@ import sys
 
 import typer
 
+from .bench import EPILOG as BENCH_EPILOG
+from .bench import bench
 from .head import app as head_app
 
 app = typer.Typer(
@@ -15,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(head_app, name="head")
+app.command(epilog=BENCH_EPILOG)(bench)
 
 
 @app.callback()

@@ -1,0 +1,40 @@
+"""Measurements beside the comparison: the limit, the first token, the cost of a round, steadiness."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .latency import check_context, round_cost, stability, time_to_first_token
+from .limit import distance_to_limit
+from .measure import Plan
+from .timing import forget
+from .ways import Pair
+
+
+class Further(NamedTuple):
+    """Which of them to take; empty or None leaves one out."""
+
+    pass_at: tuple[int, ...] = ()  # contexts at which a target pass is timed
+    first_token_at: int | None = None  # tokens of a long prompt
+    round_cost_at: tuple[int, ...] = ()  # contexts at which a round is timed
+    stability_runs: int | None = None
+
+    def check(self, pair: Pair) -> None:
+        """Refuse contexts that the models do not have."""
+        first = () if self.first_token_at is None else (self.first_token_at,)
+        check_context(pair, (*self.pass_at, *first, *self.round_cost_at))
+
+    def run(self, pair: Pair, all_inputs: list[dict[str, Tensor]], plan: Plan, found: dict[str, Any]) -> None:
+        """Take them one by one and put each into `found` as soon as it is known."""
+        choices = plan.choices
+        if self.pass_at:
+            forget(pair)
+            found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime)
+        if self.first_token_at is not None:
+            found["time_to_first_token"] = time_to_first_token(pair, all_inputs, choices, self.first_token_at)
+        if self.round_cost_at:
+            found["round_cost"] = round_cost(pair, all_inputs, choices, self.round_cost_at)
+        if self.stability_runs is not None:
+            found["stability"] = stability(pair, all_inputs[0], choices, self.stability_runs, plan.new_tokens)
