@@ -5,6 +5,7 @@ from .decoding.hooks import SpeculationHook
 from .demo_pair import load_demo_pair
 from .heads import LengthHead, LengthHeadConfig
 from .mixin import SpecBranchMixin, specbranch
+from .pipeline import register_task
 from .stats import SpecBranchStats
 
 __all__ = [
@@ -18,3 +19,5 @@ __all__ = [
     "specbranch",
 ]
 __version__ = "0.1.0"
+
+register_task()

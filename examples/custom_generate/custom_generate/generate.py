@@ -1,0 +1,11 @@
+"""SpecBranch as a `custom_generate` repository: every argument of `generate()` is passed on."""
+
+from hf_specbranch import specbranch
+
+
+def generate(model, assistant_model=None, **kwargs):
+    """`model.generate(assistant_model=draft, ...)` with branch-parallel speculative decoding.
+
+    Takes what plain `generate()` takes, and `specbranch=`, `length_head=`, `speculation_hooks=` and `generator=`.
+    """
+    return specbranch(model).generate(assistant_model=assistant_model, **kwargs)

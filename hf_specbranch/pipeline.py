@@ -1,0 +1,71 @@
+"""The pipeline task `specbranch-text-generation`: `text-generation` with a draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel, TextGenerationPipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from .checks import check_model, check_pair
+from .mixin import SpecBranchMixin, specbranch
+
+TASK = "specbranch-text-generation"
+
+
+class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
+    """`TextGenerationPipeline` that drafts with a second model. Every argument of `text-generation` is taken too.
+
+    Args:
+        draft: the draft model, its folder or its repository id. May be left out if `model` comes from
+            `specbranch(model, draft=...)`. Named, it is loaded beside the target: same device, same dtype.
+        length_head: a length head, its folder, its repository id or "auto".
+        specbranch: settings, as `generate(specbranch=...)` takes them; may also be given with each call.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> from transformers import pipeline
+        >>> target, draft, tokenizer = load_demo_pair()
+        >>> pipe = pipeline("specbranch-text-generation", model=target, draft=draft, tokenizer=tokenizer)
+        >>> text = pipe("def add(a, b):", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        model: Any,
+        draft: PreTrainedModel | str | Path | None = None,
+        length_head: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if draft is None and kwargs.get("assistant_model") is None and not _remembers_a_draft(model):
+            raise ValueError(
+                f"pipeline({TASK!r}) without a draft: pass draft= (a model, a folder or a repository id), or a model "
+                f"from specbranch(model, draft=...)"
+            )
+        if isinstance(draft, PreTrainedModel):
+            _check(model, draft)
+        super().__init__(*args, model=model, **kwargs)
+        if isinstance(draft, (str, Path)):
+            loaded = AutoModelForCausalLM.from_pretrained(draft, dtype=self.model.dtype)
+            _check(model, loaded)
+            draft = loaded.to(self.model.device).eval()
+        specbranch(self.model, draft=draft, head=length_head)
+
+
+def _remembers_a_draft(model: Any) -> bool:
+    return isinstance(model, SpecBranchMixin) and model._specbranch_memory.draft is not None
+
+
+def _check(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    check_model(draft, "draft")
+    check_pair(target, draft, None, None)
+
+
+def register_task() -> None:
+    """Make `pipeline("specbranch-text-generation", ...)` known to transformers; importing the package does it."""
+    if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
+        PIPELINE_REGISTRY.register_pipeline(
+            TASK, SpecBranchTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"
+        )
