@@ -1,0 +1,120 @@
+"""The replay counts what the engine counts, and its prices add up."""
+
+import pytest
+
+from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.bench.prompts import python_prompts
+from hf_specbranch.simulate import ABSENT, Agreement, Round, StepCosts, predict, record_agreement, replay
+
+SETTINGS = {
+    "autoregressive": SpecBranchConfig(policy="autoregressive"),
+    "vanilla, fixed length": SpecBranchConfig(policy="vanilla", confidence_threshold=0.0, max_draft_length=5),
+    "vanilla": SpecBranchConfig(policy="vanilla"),
+    "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
+    "specbranch": SpecBranchConfig(),
+    "specbranch, wide": SpecBranchConfig(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
+}
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module", params=["good", "weak"])
+def pair(request):
+    target, draft, tokenizer = load_demo_pair(request.param)
+    inputs = tokenizer(python_prompts()[1].prompt, return_tensors="pt")
+    return specbranch(target), draft, inputs, record_agreement(target, draft, inputs, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
+    model, draft, inputs, agreement = pair
+    model.generate(
+        **inputs, assistant_model=draft, specbranch=SETTINGS[name], max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    stats, rounds = model.specbranch_stats, replay(agreement, SETTINGS[name])
+    assert sum(each.committed for each in rounds) == NEW_TOKENS - 1 == stats.new_tokens - 1
+    assert len(rounds) == pytest.approx(stats.target_forwards - 1, rel=0.05)
+    steps = sum(each.steps_before + each.steps_beside for each in rounds)
+    assert steps == pytest.approx(max(0, stats.draft_forwards - 1), rel=0.2)  # beyond a wrong token it is a guess
+
+
+def test_a_recording_tells_how_often_the_draft_is_right(pair):
+    model, draft, inputs, agreement = pair
+    text = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, specbranch=False)
+    before = inputs["input_ids"].shape[1]
+    guesses = draft(text).logits[0, before - 1 : -1].argmax(-1)
+    right = (guesses == text[0, before:]).float().mean().item()
+    assert agreement.rate == pytest.approx(right)
+    assert agreement.rate <= agreement.within(4) <= agreement.within(8) <= 1
+    assert Agreement.from_dict(agreement.to_dict()) == agreement
+
+
+def perfect(tokens=41, confidence=0.9):
+    return Agreement((confidence,) * tokens, (0,) * tokens, candidates=4)
+
+
+def hopeless(tokens=41, confidence=0.9):
+    return Agreement((confidence,) * tokens, (ABSENT,) * tokens, candidates=4)
+
+
+COSTS = StepCosts(target_pass=0.010, target_token=0.0, draft_step=0.001, draft_branch=0.0005)
+
+
+def test_autoregressive_decoding_takes_a_pass_a_token():
+    said = predict([perfect()], SpecBranchConfig(policy="autoregressive"), COSTS)
+    assert (
+        said.tokens_per_second == pytest.approx(100) and said.speedup == pytest.approx(1) and said.tokens_per_pass == 1
+    )
+
+
+def test_a_perfect_draft_gives_a_draft_and_one_token_a_pass():
+    said = predict([perfect()], SpecBranchConfig(policy="vanilla", max_draft_length=4), COSTS)
+    assert said.tokens_per_pass == 5 and said.speedup == pytest.approx(5 * 10 / 14)
+
+
+def test_a_hopeless_draft_is_predicted_to_be_slower():
+    for policy in ("vanilla", "pearl", "specbranch"):
+        said = predict([hopeless()], SpecBranchConfig(policy=policy, max_draft_length=4), COSTS)
+        assert said.speedup < 1 and said.tokens_per_pass == 1
+
+
+def test_overlap_hides_drafting_up_to_the_pass_it_runs_beside():
+    rounds = [Round(sent=4, committed=5, steps_before=1, steps_beside=5, width=3)]
+    apart, beside = COSTS.seconds(rounds), COSTS.on_gpus(2).seconds(rounds)
+    assert apart == pytest.approx(0.001 + 0.010 + 5 * 0.002) and beside == pytest.approx(0.001 + 0.010)
+    assert COSTS.on_gpus(3).seconds(rounds) == pytest.approx(beside) and COSTS.on_gpus(1) == COSTS
+
+
+def test_no_overlap_in_the_settings_means_none_in_the_prediction():
+    two = COSTS.on_gpus(2)
+    ahead = [predict([perfect()], SpecBranchConfig(overlap=overlap), two).speedup for overlap in (True, False)]
+    assert ahead[0] > ahead[1]
+
+
+def test_a_faster_draft_never_makes_it_slower():
+    speeds = [predict([perfect()], SpecBranchConfig(), COSTS.at_ratio(c)).speedup for c in (2, 5, 20, 100)]
+    assert speeds == sorted(speeds) and COSTS.at_ratio(5).speed_ratio == pytest.approx(5)
+
+
+def test_branches_save_the_wait_for_a_new_draft():
+    unsure_at_times = Agreement((0.9, 0.9, 0.3) * 14, (0, 0, 1) * 14, candidates=4)
+    waits = {}
+    for k in (1, 4):
+        settings = SpecBranchConfig(max_branches=k, confidence_threshold=0.5)
+        waits[k] = sum(each.steps_before for each in replay(unsure_at_times, settings))
+    assert waits[4] < waits[1] / 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Agreement((0.1,), (), 4), "1 confidences and 0 ranks"),
+        (lambda: StepCosts(target_pass=0), "expected a target pass that takes time"),
+        (lambda: StepCosts(target_pass=1, hidden=2), "hidden=2: expected a number from 0 to 1"),
+        (lambda: replay(perfect(), SpecBranchConfig(max_branches=9)), "max_branches=9, but 4 candidates were recorded"),
+        (lambda: predict([perfect(1)], SpecBranchConfig(), COSTS), "record at least two new tokens"),
+        (lambda: COSTS.at_ratio(0), "ratio=0"),
+    ],
+)
+def test_what_cannot_be_is_told(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()
