@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .latency import check_context, round_cost, stability, time_to_first_token
+from .latency import REPEATS, check_context, round_cost, stability, time_to_first_token
 from .limit import distance_to_limit
 from .measure import Plan
 from .timing import forget
@@ -20,6 +20,7 @@ class Further(NamedTuple):
     first_token_at: int | None = None  # tokens of a long prompt
     round_cost_at: tuple[int, ...] = ()  # contexts at which a round is timed
     stability_runs: int | None = None
+    repeats: int = REPEATS  # counted runs of the second and third
 
     def check(self, pair: Pair) -> None:
         """Refuse contexts that the models do not have."""
@@ -33,8 +34,10 @@ class Further(NamedTuple):
             forget(pair)
             found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime)
         if self.first_token_at is not None:
-            found["time_to_first_token"] = time_to_first_token(pair, all_inputs, choices, self.first_token_at)
+            found["time_to_first_token"] = time_to_first_token(
+                pair, all_inputs, choices, self.first_token_at, self.repeats
+            )
         if self.round_cost_at:
-            found["round_cost"] = round_cost(pair, all_inputs, choices, self.round_cost_at)
+            found["round_cost"] = round_cost(pair, all_inputs, choices, self.round_cost_at, self.repeats)
         if self.stability_runs is not None:
             found["stability"] = stability(pair, all_inputs[0], choices, self.stability_runs, plan.new_tokens)

@@ -198,10 +198,11 @@ class Benchmark:
         plain = self.outputs.setdefault(prompt, found.tokens)  # plain generate() comes first
         known = measurement.prompts.setdefault(prompt, OnPrompt(len(found.tokens), stats=found.stats))
         known.seconds.append(found.seconds)
-        if len(known.seconds) == 1:
-            ids = self.inputs[prompt]["input_ids"]
-            seen = difference(self.pair.target, measurement.way.name, self.ids[prompt], ids, plain, found.tokens)
-            measurement.differences += [seen] if seen is not None else []
+        ids, name = self.inputs[prompt]["input_ids"], self.ids[prompt]
+        if any(entry.prompt == name for entry in measurement.differences):
+            return
+        seen = difference(self.pair.target, measurement.way.name, name, ids, plain, found.tokens)
+        measurement.differences += [seen] if seen is not None else []
 
     def stream(self, measurement: Measurement, prompt: int) -> None:
         """One streamed generation."""

@@ -27,17 +27,17 @@ GROUPS = (
         Column("differing_outputs", "differ", "d"),
     ),
     (
-        Column("mean_acceptance_length", "tok/ pass", ".2f"),
-        Column("rollback_rate", "roll back", ".2f"),
+        Column("mean_acceptance_length", "tok/\npass", ".2f"),
+        Column("rollback_rate", "roll\nback", ".2f"),
         Column("branch_hit_rate", "hits", ".2f"),
-        Column("wasted_per_token", "waste/ tok", ".2f"),
-        Column("hidden_fraction", "hid den", ".2f"),
+        Column("wasted_per_token", "waste\n/tok", ".2f"),
+        Column("hidden_fraction", "hidden", ".2f"),
     ),
     (
-        Column("gap_p50_ms", "p50 ms", ".1f"),
-        Column("gap_p95_ms", "p95 ms", ".1f"),
-        Column("time_to_first_token_ms", "first ms", ".1f"),
-        Column("warm_up_seconds", "warm s", ".1f"),
+        Column("gap_p50_ms", "p50\nms", ".1f"),
+        Column("gap_p95_ms", "p95\nms", ".1f"),
+        Column("time_to_first_token_ms", "first\nms", ".1f"),
+        Column("warm_up_seconds", "warm\ns", ".1f"),
         Column("peak_memory_gib", "GiB", ".1f"),
     ),
 )
@@ -77,7 +77,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def markdown(report: dict[str, Any]) -> str:
     """One table with every figure, and the lines below it."""
     columns = [column for group in GROUPS for column in group]
-    titles = [column.title.replace("/ ", "/").replace("roll b", "rollb").replace("hid d", "hidd") for column in columns]
+    titles = [column.title.replace("\nms", " ms").replace("\ns", " s").replace("\n", "") for column in columns]
     text = [f"| way | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
     for name, row in report["ways"].items():
         text.append(f"| {name} | {' | '.join(cell(column, row) for column in columns)} |")

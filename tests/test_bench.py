@@ -1,0 +1,348 @@
+"""`hf-specbranch bench` compares ways that give the same tokens, and its figures follow from what it ran."""
+
+import copy
+import io
+import json
+import re
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hf_specbranch import SpecBranchStats, load_demo_pair, specbranch
+from hf_specbranch.bench import Shape, grow
+from hf_specbranch.bench.differences import difference, first_difference, summary
+from hf_specbranch.bench.further import Further
+from hf_specbranch.bench.grow_head import grow_head
+from hf_specbranch.bench.limit import distance_to_limit, weight_bytes
+from hf_specbranch.bench.measure import Benchmark, Plan, pooled
+from hf_specbranch.bench.report import build
+from hf_specbranch.bench.tables import GROUPS, markdown, print_report
+from hf_specbranch.bench.timing import TimingStreamer, percentile
+from hf_specbranch.bench.ways import TITLES, Choices, Pair, Way, check_names
+from hf_specbranch.cli import app
+
+from .heads import random_head
+from .models import llama, prompt
+
+COLUMNS = [column.key for group in GROUPS for column in group]
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def pair(target, draft):
+    return Pair(specbranch(copy.deepcopy(target)), copy.deepcopy(draft), None, random_head(target, draft))
+
+
+@pytest.fixture(scope="module")
+def finished(pair):
+    """All ways on two prompts of the tiny pair, and how many generations that took."""
+    prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
+    few = dict(repeat=2, sweep=(1, 3), sweep_epsilon=(0.1,), sweep_prompts=1, stream_prompts=1)
+    plan = Plan(check_names(tuple(TITLES)), Choices(gamma=4), NEW_TOKENS, **few)
+    counted = []
+    benchmark = Benchmark(pair, prompts, plan, lambda: counted.append(1))
+    expected = benchmark.generations
+    benchmark.run()
+    return benchmark, build(benchmark, {"seed": 0}, {}, interrupted=False), (len(counted), expected)
+
+
+def test_every_way_runs_and_gives_the_tokens_of_plain_generate(finished):
+    benchmark, report, _ = finished
+    assert list(report["ways"]) == list(TITLES)
+    assert report["differences"]["outputs"] == 0
+    assert {len(way["prompts"]) for way in report["ways"].values()} == {2}
+    assert {len(entry["seconds"]) for way in report["ways"].values() for entry in way["prompts"]} == {2}
+
+
+def test_the_progress_bar_knows_how_many_generations_there_are(finished):
+    _, _, (counted, expected) = finished
+    assert counted == expected
+
+
+def test_every_column_is_there_and_transformers_ways_have_no_draft_figures(finished):
+    _, report, _ = finished
+    for way in report["ways"].values():
+        assert set(COLUMNS) <= set(way)
+        assert way["tokens_per_second"] > 0 and way["time_to_first_token_ms"] > 0 and way["gap_p95_ms"] > 0
+        assert (way["mean_acceptance_length"] is None) == (way["settings"] is None)
+        assert way["peak_memory_gib"] is None  # no CUDA here
+    assert report["ways"]["autoregressive"]["rollback_rate"] is None
+
+
+def test_rates_are_those_of_all_prompts_together(finished):
+    _, report, _ = finished
+    way = report["ways"]["specbranch"]
+    stats = [entry["stats"] for entry in way["prompts"]]
+    total = {name: sum(entry[name] for entry in stats) for name in stats[0] if isinstance(stats[0][name], (int, float))}
+    rolled, accepted = total["rollback_tokens"], total["num_accepted_tokens"]
+    assert way["rollback_rate"] == pytest.approx(rolled / (rolled + accepted))
+    assert way["mean_acceptance_length"] == pytest.approx(total["new_tokens"] / total["row_passes"])
+    assert way["wasted_per_token"] == pytest.approx(total["wasted_branch_tokens"] / total["new_tokens"])
+    assert sum(way["acceptance_histogram"]) == total["num_drafts"]
+
+
+def test_ratios_are_taken_within_a_prompt(finished):
+    _, report, _ = finished
+    plain, ours = (report["ways"][name] for name in ("plain", "vanilla-stop"))
+    ratios = [
+        mine["tokens_per_second"] / theirs["tokens_per_second"]
+        for mine, theirs in zip(ours["prompts"], plain["prompts"])
+    ]
+    assert ours["ratio_to_plain"] == pytest.approx(sum(ratios) / 2)
+    assert plain["ratio_to_plain"] == report["ways"]["autoregressive"]["ratio_to_autoregressive"] == 1.0
+
+
+def test_a_sweep_takes_the_fastest_length_and_fixed_lengths_never_stop(finished):
+    _, report, _ = finished
+    for name in ("vanilla-best", "pearl-best", "specbranch-best"):
+        tried = report["sweeps"][name]
+        assert [entry["max_draft_length"] for entry in tried] == [1, 3]
+        best = max(tried, key=lambda entry: entry["tokens_per_second"])
+        assert report["ways"][name]["settings"]["max_draft_length"] == best["max_draft_length"]
+    assert report["ways"]["vanilla-best"]["settings"]["confidence_threshold"] == 0.0
+    assert report["ways"]["specbranch-best"]["settings"]["confidence_threshold"] == 0.1
+
+
+def test_what_the_user_sets_reaches_our_ways(finished):
+    _, report, _ = finished
+    assert report["ways"]["specbranch"]["settings"]["max_draft_length"] == 4
+    assert report["ways"]["specbranch-one-branch"]["settings"]["max_branches"] == 1
+    assert report["ways"]["specbranch-no-overlap"]["settings"]["overlap"] is False
+    assert report["ways"]["assisted"]["arguments"]["num_assistant_tokens"] == 4
+    assert report["ways"]["specbranch-head"]["head"] is True
+
+
+def test_transformers_draft_settings_are_put_back(pair):
+    way = Way("assisted", drafts=True, draft_settings={"num_assistant_tokens": 3})
+    with way.prepared(pair) as arguments:
+        assert pair.draft.generation_config.num_assistant_tokens == 3 and arguments["specbranch"] is False
+    assert pair.draft.generation_config.num_assistant_tokens is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_tables_fit_the_terminal_and_cut_nothing(finished, width):
+    _, report, _ = finished
+    console = Console(file=io.StringIO(), width=width)
+    print_report(report, console)
+    printed = console.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width
+    assert "…" not in printed
+    for name, way in report["ways"].items():
+        assert re.search(rf"^{name} .*{way['tokens_per_second']:.1f}", printed, re.MULTILINE), name
+
+
+def test_markdown_has_a_row_for_each_way_and_a_cell_for_each_column(finished):
+    _, report, _ = finished
+    rows = [line for line in markdown(report).splitlines() if line.startswith("|")]
+    assert len(rows) == len(TITLES) + 2
+    assert {row.count("|") for row in rows} == {len(COLUMNS) + 2}
+
+
+def test_the_margin_of_a_differing_output_is_that_of_the_models_logits(pair):
+    ids = prompt(length=9)["input_ids"]
+    plain = pair.target.generate(ids, max_new_tokens=8, do_sample=False, specbranch=False)[0, 9:].tolist()
+    logits = pair.target(torch.cat([ids, torch.tensor([plain[:3]])], 1)).logits[0, -1].detach()
+    second = int(logits.topk(2).indices[1])
+    other = [*plain[:3], second, *plain[4:]]
+    found = difference(pair.target, "specbranch", "p", ids, plain, other)
+    assert (found.position, found.plain_token, found.token, found.rank) == (3, plain[3], second, 1)
+    expected = float(logits[plain[3]] - logits[second])
+    assert found.margin == pytest.approx(expected, abs=1e-4) and found.margin > 0
+    assert found.margin_float32 == pytest.approx(expected, abs=1e-4)
+    assert found.spacing == pytest.approx(float(logits.max().abs()) * 2**-23, rel=1.0)
+    assert summary([found])["largest_margin"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_equal_outputs_have_no_difference_and_a_shorter_one_no_margin(pair):
+    ids = prompt(length=5)["input_ids"]
+    assert difference(pair.target, "way", "p", ids, [4, 5], [4, 5]) is None
+    ended = difference(pair.target, "way", "p", ids, [4, 5], [4])
+    assert (ended.position, ended.plain_token, ended.token, ended.margin) == (1, 5, None, None)
+    assert summary([ended])["without_margin"] == 1
+    assert first_difference([4], [9, 1]) == 0
+
+
+def test_a_way_that_gives_other_tokens_is_reported(pair):
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("plain", "autoregressive"), new_tokens=6))
+    benchmark.start_all()
+    benchmark.measure(benchmark.measurements["plain"], 0)
+    benchmark.outputs[0] = [*benchmark.outputs[0][:-1], 40]  # as if plain generate() had said something else
+    benchmark.measure(benchmark.measurements["autoregressive"], 0)
+    report = build(benchmark, {}, {}, interrupted=False)
+    assert report["ways"]["autoregressive"]["differing_outputs"] == report["differences"]["outputs"] == 1
+    assert report["differences"]["each"][0]["position"] == 5
+    assert "1 outputs differ" in markdown(report)
+
+
+def test_weights_are_counted_without_the_embedding_table_unless_it_is_the_output_layer():
+    table = 48 * 32 * 4
+    untied, tied = llama(0), llama(0, tie_word_embeddings=True)
+    everything = sum(weight.numel() * 4 for weight in untied.parameters())
+    assert weight_bytes(untied) == everything - table
+    assert weight_bytes(tied) == everything - table
+
+
+def test_the_distance_to_the_limit_is_the_time_of_a_pass_over_that_of_reading_the_weights(pair):
+    found = distance_to_limit(pair.target, (16, 40), "auto")
+    assert found["limit_ms"] == pytest.approx(1000 * found["weight_bytes"] / found["copy_bytes_per_second"])
+    assert [(entry["context"], entry["tokens"]) for entry in found["passes"]] == [(16, 1), (16, 8), (40, 1), (40, 8)]
+    for entry in found["passes"]:
+        assert entry["times_the_limit"] == pytest.approx(entry["ms"] / found["limit_ms"])
+
+
+def test_further_measurements_are_taken_and_printed(pair, finished):
+    benchmark, report, _ = finished
+    found = {}
+    further = Further(pass_at=(8,), first_token_at=30, round_cost_at=(238, 244), stability_runs=3, repeats=1)
+    further.check(pair)
+    further.run(pair, benchmark.inputs, benchmark.plan, found)
+    assert found["time_to_first_token"]["prompt_tokens"] == 30 and found["time_to_first_token"]["ratio"] > 0
+    assert [row["context"] for row in found["round_cost"]] == [238, 244]
+    speeds = found["stability"]["tokens_per_second"]
+    assert len(speeds) == 3 and found["stability"]["ratio"] == pytest.approx(speeds[-1] / speeds[0])
+    text = markdown({**report, **found})
+    assert "a round at 244 tokens" in text and "3 runs" in text and "30-token prompt" in text and "limit:" in text
+
+
+def test_contexts_that_a_model_does_not_have_are_refused(pair):
+    with pytest.raises(ValueError, match="255 tokens leaves no room for 8 more in the target's context of 256"):
+        Further(round_cost_at=(255,)).check(pair)
+
+
+def test_gaps_count_from_token_to_token_and_are_zero_within_a_round():
+    streamer = TimingStreamer()
+    for tokens in ([1, 2, 3], [4], [5, 6]):  # the first is the prompt
+        streamer.put(torch.tensor(tokens))
+    gaps = streamer.gaps()
+    assert len(gaps) == 2 and gaps[0] > 0 and gaps[1] == 0
+    assert (
+        percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([1.0, 5.0], 0.95) == 5.0 and percentile([], 0.5) is None
+    )
+
+
+def test_pooled_statistics_add_up_histograms_of_different_lengths():
+    first, second = SpecBranchStats(), SpecBranchStats()
+    for stats, accepted in ((first, 0), (first, 2), (second, 2), (second, 4)):
+        stats.count_acceptance(accepted)
+    assert pooled([first, second]).acceptance_histogram == [1, 0, 2, 0, 1]
+    assert pooled([]) is None
+
+
+@pytest.mark.parametrize("match_size", [4, 0])
+def test_a_grown_head_says_of_the_grown_pair_what_the_head_says_of_the_pair(target, draft, match_size):
+    head = random_head(target, draft, match_size=match_size, num_layers=2, drafted_tokens=3)
+    twins = [grow(model, Shape(64, 3, 8, 4, 128)) for model in (target, draft)]
+    grown = grow_head(head, *twins)
+    grown.check_pair(*twins)
+    blocks = torch.randn(5, 2 + 1 + 3, 32)  # states and embeddings
+    rest = torch.rand(5, head.config.input_size - 6 * 32)
+    wider = torch.nn.functional.pad(blocks, (0, 32))
+    small, large = (torch.cat([states.flatten(1), rest], 1) for states in (blocks, wider))
+    torch.testing.assert_close(grown(large), head(small))
+
+
+# The command
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", "--threads", "1", *map(str, arguments)])
+
+
+def test_the_command_writes_json_markdown_and_a_picture_for_the_embedded_pair(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown", "png")}
+    written = [part for name, path in files.items() for part in (f"--{name}", path)]
+    ways = "lookup,vanilla-best,specbranch-head"
+    done = run("--ways", ways, "--num-prompts", 1, "--new-tokens", 6, "--sweep", "2", "--pass-at", 32, *written)
+    assert done.exit_code == 0, done.output
+    report = json.loads(files["json"].read_text())
+    assert list(report["ways"]) == ["plain", "lookup", "vanilla-best", "specbranch-head"]
+    assert report["differences"]["outputs"] == 0 and not report["interrupted"]
+    assert report["versions"]["torch"] == torch.__version__ and report["settings"]["new_tokens"] == 6
+    assert report["limit"]["passes"][1]["tokens"] == 8
+    assert "| vanilla-best |" in files["markdown"].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "all outputs equal" in done.output and "sweep for vanilla-best" in done.output
+
+
+@pytest.mark.slow
+def test_a_grown_pair_runs_with_its_grown_head(tmp_path):
+    done = run(
+        "--draft", "weak", "--grow", "160m:68m", "--ways", "specbranch-head", "--num-prompts", 1, "--new-tokens", 4,
+        "--stream-prompts", 0, "--pass-at", "", "--json", tmp_path / "b.json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert report["memory"]["target_weights"] > 4 * 100e6
+    assert list(report["ways"]) == ["plain", "specbranch-head"] and report["differences"]["outputs"] == 0
+
+
+def test_ctrl_c_shows_what_is_measured_so_far_and_exits_130(tmp_path):
+    calls = []
+
+    def interrupt(module, *_):
+        calls.append(module)
+        if len(calls) == 4000:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(interrupt)
+    try:
+        done = run("--ways", "autoregressive", "--new-tokens", 4, "--json", tmp_path / "b.json")
+    finally:
+        hook.remove()
+    assert done.exit_code == 130, done.output
+    assert "interrupted" in done.output
+    report = json.loads((tmp_path / "b.json").read_text())
+    measured = [len(way["prompts"]) for way in report["ways"].values()]
+    assert report["interrupted"] and 0 < sum(measured) < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ways", "plain,warp"], "unknown ways warp: expected some of plain, static"),
+        (["--sweep", "2,x"], "--sweep 2,x: expected whole numbers"),
+        (["--sweep", ""], "--sweep is empty"),
+        (["--sweep-epsilon", "0.2,3"], "--sweep-epsilon 0.2,3: expected numbers from 0 to 1"),
+        (["--grow", "7b"], "--grow 7b: expected the target's shape and the draft's"),
+        (["--grow", "7b:9z"], "unknown shape '9z'"),
+        (["--runtime", "warp"], "--runtime warp: expected one of"),
+        (["--dtype", "warp"], "dtype 'warp'"),
+        (["--device", "toaster"], "--device toaster: expected cpu, cuda"),
+        (["--draft", "other"], "--draft other without --target"),
+        (["--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),
+        (["--json", "no/such/folder/b.json"], "--json no/such/folder/b.json: expected a file in a folder that exists"),
+        (["--round-cost", "5000"], "a prompt of 5000 tokens leaves no room"),
+        (["--head", "/no/head/here"], "/no/head/here"),
+    ],
+)
+def test_bad_input_is_refused_before_any_generation(arguments, message):
+    done = run("--num-prompts", 1, *arguments)
+    assert isinstance(done.exception, (ValueError, OSError)), done.output
+    assert message in str(done.exception)
+    assert "tok/s" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_a_device_that_is_not_there_is_refused():
+    assert "torch sees no CUDA device" in str(run("--device", "cuda").exception)
+
+
+def test_help_has_an_example_and_names_every_way():
+    done = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code == 0 and "hf-specbranch bench --grow 7b:68m" in done.output
+    flat = re.sub(r"\s+", " ", done.output)
+    assert all(f"{name}:" in flat for name in TITLES)
+
+
+def test_a_head_for_another_pair_is_refused(tmp_path, target, draft):
+    random_head(target, draft).save_pretrained(tmp_path / "head")
+    assert "does not fit this pair" in str(run("--head", tmp_path / "head").exception)
+
+
+def test_the_demo_heads_fit_their_pairs():
+    *models, _, head = load_demo_pair(draft="weak", head=True)
+    head.check_pair(*models)
