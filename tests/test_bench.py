@@ -177,6 +177,21 @@ def test_a_way_that_gives_other_tokens_is_reported(pair):
     assert "1 outputs differ" in markdown(report)
 
 
+def test_a_way_that_cannot_start_is_left_out_and_named(target, draft):
+    broken = copy.deepcopy(draft)
+    broken.register_forward_pre_hook(_refuse)
+    pair = Pair(specbranch(copy.deepcopy(target)), broken, None)
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("plain", "assisted", "autoregressive"), new_tokens=4))
+    benchmark.run()
+    report = build(benchmark, {}, {}, interrupted=False)
+    assert list(report["ways"]) == ["plain", "autoregressive"]
+    assert "assisted is left out, it failed: RuntimeError: out of order" in markdown(report)
+
+
+def _refuse(*_):
+    raise RuntimeError("out of order")
+
+
 def test_weights_are_counted_without_the_embedding_table_unless_it_is_the_output_layer():
     table = 48 * 32 * 4
     untied, tied = llama(0), llama(0, tie_word_embeddings=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -95,7 +96,7 @@ class Measurement:
 
 
 class Benchmark:
-    """Runs a plan; `measurements` and `sweeps` grow as it goes.
+    """Runs a plan; `measurements`, `sweeps` and `failed` grow as it goes.
 
     Args:
         pair: the models.
@@ -117,6 +118,7 @@ class Benchmark:
         self.by_length = sorted(range(len(prompts)), key=lambda at: self.inputs[at]["input_ids"].shape[1])
         self.measurements: dict[str, Measurement] = {}
         self.sweeps: dict[str, list[dict[str, Any]]] = {}
+        self.failed: dict[str, str] = {}  # ways that could not start, and why
         self.outputs: dict[int, list[int]] = {}  # plain generate()'s, by prompt
 
     @property
@@ -150,20 +152,32 @@ class Benchmark:
         ways = fixed_ways(self.plan.names, self.plan.choices, self.pair.head)
         for name, way in ways.items():
             if name != "static":
-                self.start(way)
+                self.attempt(name, partial(self.start, way))
         for name in SWEPT:
             if name in self.plan.names:
-                best = self.sweep(name)
-                self.start(Way(name, best, drafts=True))
+                self.attempt(name, partial(self.start_swept, name))
         if "static" in ways:
-            self.start(ways["static"])
+            self.attempt("static", partial(self.start, ways["static"]))
         self.measurements = {name: self.measurements[name] for name in self.plan.names if name in self.measurements}
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Leave a way out that fails at its first try (no memory, no compiler), unless all rest on it."""
+        try:
+            work()
+        except RuntimeError as error:
+            if name == "plain":
+                raise
+            self.failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
     def start(self, way: Way) -> None:
         """The first generation of a way, with nothing of the others in memory."""
         forget(self.pair)
         seconds = self._generate(way, self.longest).seconds
         self.measurements[way.name] = Measurement(way, seconds, peak_memory(self.pair.target))
+
+    def start_swept(self, name: str) -> None:
+        """Find a way's settings, then start it."""
+        self.start(Way(name, self.sweep(name), drafts=True))
 
     def warm_up(self) -> None:
         """Let ways that capture sizes meet the longest and the shortest prompt."""

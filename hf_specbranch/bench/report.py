@@ -77,6 +77,7 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
         "versions": versions(benchmark.pair.target.device),
         "settings": settings,
         "interrupted": interrupted,
+        "failed": benchmark.failed,
         "memory": memory(benchmark),
         "ways": {
             name: {

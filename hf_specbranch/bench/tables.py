@@ -91,6 +91,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     said = [f"{versions['device']}, torch {versions['torch']}, transformers {versions['transformers']}"]
     if report["interrupted"]:
         said.append("interrupted: these are the figures so far")
+    said += [f"{name} is left out, it failed: {reason}" for name, reason in report["failed"].items()]
     said += [_sweep_line(name, tried) for name, tried in report["sweeps"].items()]
     said.append(_difference_line(report["differences"]))
     if limit := report.get("limit"):

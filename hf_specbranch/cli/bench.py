@@ -49,7 +49,9 @@ def bench(
     branches: Annotated[int | None, typer.Option(min=1, help="Our most branches.")] = None,
     sweep: Annotated[str, typer.Option(help="Draft lengths that sweeps try.")] = "2,4,6,8,12,16",
     sweep_prompts: Annotated[int, typer.Option(min=1, help="Prompts of a sweep.")] = 2,
-    sweep_specbranch: Annotated[bool, typer.Option(help="Also sweep specbranch: the way specbranch-best.")] = False,
+    sweep_specbranch: Annotated[
+        bool, typer.Option("--sweep-specbranch", help="Also sweep specbranch: the way specbranch-best.")
+    ] = False,
     sweep_epsilon: Annotated[str, typer.Option(help="Thresholds to try with it, e.g. 0.2,0.4,0.6.")] = "",
     stream_prompts: Annotated[int, typer.Option(min=0, help="Prompts of the streamed pass.")] = 2,
     pass_at: Annotated[str, typer.Option(help="Contexts to time a target pass at; empty: none.")] = "512",
@@ -101,11 +103,10 @@ def bench(
     try:
         pair = load_models(Names(target, draft, grow, head, device, dtype))
         further.check(pair)
-        finished = measure_and_show(pair, texts, plan, further, files, _plain(context.params))
+        status = measure_and_show(pair, texts, plan, further, files, _plain(context.params))
     except KeyboardInterrupt:
-        finished = False
-    if not finished:
-        raise typer.Exit(130)
+        status = 130
+    raise typer.Exit(status)
 
 
 class Files(NamedTuple):
@@ -145,12 +146,12 @@ class Names(NamedTuple):
 
 def measure_and_show(
     pair: Pair, texts: list[Prompt], plan: Plan, further: Further, files: Files, settings: dict[str, Any]
-) -> bool:
-    """Run everything and report it, cut short or not; whether it was finished."""
+) -> int:
+    """Run everything and report it, cut short or not; the exit status: 130 if interrupted, 1 if a way failed."""
     device = pair.target.device
     inputs = [(text.id, dict(pair.tokenizer(text.prompt, return_tensors="pt").to(device))) for text in texts]
     extras: dict[str, Any] = {}
-    finished = True
+    stopped: BaseException | None = None
     with tqdm(unit="run", leave=False, file=sys.stderr, disable=None) as bar:
         benchmark = Benchmark(pair, inputs, plan, bar.update)
         bar.reset(benchmark.generations)
@@ -158,12 +159,14 @@ def measure_and_show(
             benchmark.run()
             bar.set_description("further measurements")
             further.run(pair, benchmark.inputs, plan, extras)
-        except KeyboardInterrupt:
-            finished = False
-    report = build(benchmark, settings, extras, interrupted=not finished)
+        except (KeyboardInterrupt, RuntimeError) as error:  # figures that took an hour are not thrown away
+            stopped = error
+    report = build(benchmark, settings, extras, interrupted=stopped is not None)
     print_report(report, Console())
     files.write(report)
-    return finished
+    if isinstance(stopped, RuntimeError):
+        raise stopped
+    return 130 if stopped is not None else 1 if benchmark.failed else 0
 
 
 def load_models(names: Names) -> Pair:
