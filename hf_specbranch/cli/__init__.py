@@ -8,6 +8,8 @@ import typer
 
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
+from .chat import chat
+from .generate import generate
 from .head import app as head_app
 
 app = typer.Typer(
@@ -16,6 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(generate)
+app.command()(chat)
 app.add_typer(head_app, name="head")
 app.command(epilog=BENCH_EPILOG)(bench)
 
@@ -30,5 +34,6 @@ def main() -> None:
     try:
         app()
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        first_line = str(error).strip().split("\n")[0]  # transformers adds advice of its own below
+        print(f"error: {first_line}", file=sys.stderr)
         raise SystemExit(1) from None

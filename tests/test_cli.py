@@ -1,0 +1,195 @@
+"""The commands, as a user calls them."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.cli import app, main
+from hf_specbranch.cli.chat import Conversation
+
+PROMPT = "def add(a, b):"
+TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
+COMMANDS = (["generate"], ["chat"], ["bench"], ["head"])
+
+
+def run(*arguments, **kwargs):
+    return CliRunner().invoke(app, [str(each) for each in arguments], **kwargs)
+
+
+def run_main(capsys, monkeypatch, *arguments):
+    """Through `main`, which turns errors into one line; the exit code and what went to standard error."""
+    monkeypatch.setattr(sys, "argv", ["hf-specbranch", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code, capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_demo_pair()
+
+
+def continuation(pair, prompt, count, **kwargs):
+    target, _, tokenizer = pair
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = target.generate(**inputs, max_new_tokens=count, do_sample=False, **kwargs)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_fits_a_narrow_terminal_and_shows_an_example(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    said = run(*command, "--help")
+    assert said.exit_code == 0
+    assert max(map(len, said.output.splitlines())) <= 60
+    assert "Example" in said.output or command in (["bench"], ["head"])  # theirs are a level below
+
+
+# ---- generate
+
+
+def test_generate_prints_the_text_and_notes_the_statistics(pair):
+    said = run("generate", PROMPT, "--max-new-tokens", 12)
+    assert said.exit_code == 0 and said.stdout.rstrip("\n") == continuation(pair, PROMPT, 12).rstrip("\n")
+    assert re.search(r"12 tokens, [\d.]+ a second, policy specbranch", said.stderr)
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_generate_takes_its_prompt_from(source, tmp_path, pair):
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    where = ["--file", tmp_path / "prompt.py"] if source == "file" else []
+    said = run("generate", *where, "--max-new-tokens", 6, "--json", input=PROMPT if source != "file" else "")
+    assert json.loads(said.stdout)["text"] == continuation(pair, PROMPT, 6)
+
+
+def test_generate_speaks_json(pair):
+    said = run("generate", PROMPT, "--max-new-tokens", 8, "--policy", "vanilla", "--gamma", 3, "--json")
+    answer = json.loads(said.stdout)
+    assert answer["prompt"] == PROMPT and answer["text"] == continuation(pair, PROMPT, 8)
+    assert answer["stats"]["policy"] == "vanilla" and len(answer["stats"]["acceptance_histogram"]) <= 4
+
+
+def test_generate_loads_settings_and_lets_options_win(tmp_path):
+    SpecBranchConfig(policy="pearl", max_draft_length=2).to_json_file(tmp_path / "tuned.json")
+    common = ["generate", PROMPT, "--max-new-tokens", 4, "--json", "--config", tmp_path / "tuned.json"]
+    assert json.loads(run(*common).stdout)["stats"]["policy"] == "pearl"
+    assert json.loads(run(*common, "--policy", "vanilla").stdout)["stats"]["policy"] == "vanilla"
+
+
+def test_the_seed_decides_what_is_sampled():
+    def sampled(seed):
+        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 10, "--seed", seed, "--json"]
+        return json.loads(run("generate", PROMPT, *asked).stdout)["text"]
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_the_embedded_head_may_be_named(pair):
+    said = run("generate", PROMPT, "--draft", "weak", "--head", "embedded", "--max-new-tokens", 6, "--json")
+    assert json.loads(said.stdout)["text"] == continuation(pair, PROMPT, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "/no/such", "--draft", "/none"], "error: --target /no/such: no such folder"),
+        (["--target", "."], "error: --target . without --draft: name both"),
+        (["--draft", "org/small"], "error: --draft org/small without --target: name both"),
+        (["--policy", "magic"], "error: policy='magic': expected one of"),
+        (["--device", "nowhere"], "error: --device nowhere: "),
+        (["--dtype", "float3"], "error: dtype 'float3': expected float32"),
+        (["--config", "none.json"], "error: --config none.json: no such file"),
+        (["--file", "none.txt"], "error: a prompt and --file none.txt: give one of them"),
+        (["--top-k", 5], "error: --top-k and --top-p choose among sampled tokens: add --temperature"),
+        (["--head", "embedded", "--target", "."], "error: --head embedded with --target ."),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(arguments, message, capsys, monkeypatch):
+    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, *arguments)
+    assert code == 1 and told.startswith(message) and told.count("\n") == 1
+
+
+def test_a_folder_without_a_model_is_told_in_one_line(capsys, monkeypatch, tmp_path):
+    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--target", tmp_path, "--draft", tmp_path)
+    assert code == 1 and str(tmp_path) in told and told.count("\n") == 1
+
+
+def test_a_settings_file_that_is_none_is_named(capsys, monkeypatch, tmp_path):
+    (tmp_path / "broken.json").write_text('{"gamma": 3}')
+    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--config", tmp_path / "broken.json")
+    assert code == 1 and "broken.json: unknown SpecBranchConfig settings ['gamma']" in told
+
+
+def test_a_reader_who_goes_away_is_no_error(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 200)
+    assert code == 0 and told == ""
+
+
+def test_ctrl_c_ends_with_130_and_one_line(capsys, monkeypatch):
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 3000)
+    assert code == 130 and told.strip() == "interrupted"
+
+
+# ---- chat
+
+
+def test_chat_answers_each_line_and_obeys_commands(pair):
+    lines = [PROMPT, "/stats", "/nonsense", "/reset", "/stats", PROMPT, "/quit", "never read"]
+    said = run("chat", "--max-new-tokens", 6, input="\n".join(lines))
+    answer = continuation(pair, PROMPT, 6)
+    assert said.exit_code == 0 and said.stdout.count(answer.strip()) == 2
+    for expected in ("no chat template", "policy specbranch", "no such command", "forgotten", "nothing said yet"):
+        assert expected in said.stderr
+
+
+def test_chat_ends_with_its_input():
+    said = run("chat", "--max-new-tokens", 3, "--json", input=f"{PROMPT}\n\n")
+    assert said.exit_code == 0 and json.loads(said.stdout)["stats"]["new_tokens"] == 3
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with a template"])
+def test_later_turns_read_only_what_is_new_and_say_the_same(template):
+    target, draft, tokenizer = load_demo_pair()
+    tokenizer.chat_template = template
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    chat = Conversation(specbranch(target, draft=draft), tokenizer, asked)
+    for turn, line in enumerate([PROMPT, "def sub(a, b):", "class Stack:"]):
+        before, length = chat.text.shape[1], None
+        answer = chat.answer(line)
+        length = chat.text.shape[1] - chat.stats[-1].new_tokens
+        alone = target.generate(
+            chat.text[:, :length], attention_mask=torch.ones((1, length)), specbranch=False, **asked
+        )
+        assert torch.equal(alone, chat.text) and answer
+        assert turn == 0 or before - 2 <= chat.kept < length
+
+
+def test_an_interrupted_answer_leaves_the_conversation_as_it_was():
+    target, draft, tokenizer = load_demo_pair()
+    asked = {"max_new_tokens": 8, "do_sample": False}
+
+    class Impatient:
+        def put(self, tokens):
+            if tokens.dim() == 1:  # not the prompt
+                raise KeyboardInterrupt
+
+    chats = [Conversation(specbranch(target, draft=draft), tokenizer, asked) for _ in range(2)]
+    for chat in chats:
+        chat.answer(PROMPT)
+    with pytest.raises(KeyboardInterrupt):
+        chats[0].answer("class Stack:", Impatient())
+    assert chats[0].answer("def sub(a, b):") == chats[1].answer("def sub(a, b):")
