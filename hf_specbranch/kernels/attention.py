@@ -1,0 +1,341 @@
+"""Attention of a few queries over a long cache, with any visibility.
+
+The keys are split over many programs, so that one sequence fills the GPU; each leaves a partial result (the largest
+score m, the sum of exponentials l, the weighted sum of values), and a second kernel combines them:
+
+    out = sum_s exp(m_s - m) acc_s / (exp(sink - m) + sum_s exp(m_s - m) l_s),    m = max(sink, max_s m_s)
+
+The queries of all heads that share keys stand together as rows of one matrix product. Blocks of keys that no query
+sees are left out beforehand, so a cache may be much larger than what is in use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import Value, constexpr, jit, multiprocessors, power_of_two, runs, tl, triton
+
+MOST_QUERIES = 64
+MOST_SPLITS = 64
+STAGES = 4  # blocks of keys and values under way at the same time
+
+
+class Blocks(NamedTuple):
+    """The blocks of keys that some query of a row sees: those listed first, `number` of them."""
+
+    listed: Tensor  # [B, blocks] of int32
+    number: Tensor  # [B] of int32
+    size: int  # keys in a block
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Attention of up to 64 queries; a query that sees nothing gets zeros.
+
+    Args:
+        query: [B, Hq, Q, D].
+        key: [B, Hkv, S, D], Hkv dividing Hq.
+        value: [B, Hkv, S, D].
+        mask: [B or 1, 1, Q, S], of bool (True is seen) or float (added to the scores); None sees everything.
+        scaling: factor of the scores.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: [Hq], a further score of each head that takes weight and brings no value.
+        blocks: what `blocks_in_use(mask, ...)` gave, if it is known already.
+
+    Returns:
+        [B, Q, Hq, D].
+
+    Example:
+        >>> query, cache = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 100, 64)
+        >>> attend(query, cache, cache, torch.ones(1, 1, 3, 100, dtype=torch.bool), scaling=0.125).shape
+        torch.Size([1, 3, 4, 64])
+    """
+    if not _fits(query, key, value, mask):
+        return attend_reference(query, key, value, mask, scaling, softcap, sinks)
+    rows, heads, queries, size = query.shape
+    key_heads, slots = key.shape[1], key.shape[2]
+    blocks = blocks or blocks_in_use(mask, rows, slots, query)
+    packed = heads // key_heads * queries
+    tile = min(power_of_two(packed, 16), 16 if query.dtype == torch.float32 else 64 if size <= 128 else 32)
+    tiles = triton.cdiv(packed, tile)
+    splits = _splits(rows * key_heads * tiles, blocks.listed.shape[1], query.device)
+    partial = query.new_empty((rows, heads, queries, splits, size), dtype=torch.float32)
+    scores = query.new_empty((2, rows, heads, queries, splits), dtype=torch.float32)
+    seen = query if mask is None else mask.expand(rows, -1, -1, -1)
+    mask_strides = (0, 0) if mask is None else (seen.stride(0), seen.stride(2))
+    _split_kernel[(tiles, rows * key_heads, splits)](
+        query, key, value, seen, blocks.listed, blocks.number, partial, scores, scores[1],
+        scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, blocks.listed.shape[1],
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
+        MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
+        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=4,
+        num_stages=1 if query.dtype == torch.float32 else STAGES if size <= 128 else 2,
+    )  # fmt: skip
+    out = query.new_empty((rows, queries, heads, size))
+    _combine_kernel[(rows * heads * queries,)](
+        partial, scores, scores[1], sinks if sinks is not None else scores, out, heads, queries, size, splits,
+        SINKS=sinks is not None, SPLITS=power_of_two(splits), SIZE=power_of_two(size, 16), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def attend_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What `attend` computes, in plain torch: float32 throughout, rounded once at the end."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.float().repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+        scores = scores if mask.dtype == torch.bool else scores + mask.float()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # NaN where nothing is seen
+    return (weights @ value).transpose(1, 2).to(query.dtype)
+
+
+def block_size(query: Tensor) -> int:
+    """Keys in a block; products in true float32 need more registers."""
+    return 32 if query.dtype == torch.float32 or query.shape[-1] > 128 else 64
+
+
+def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> Blocks:
+    """List the blocks of keys that some query sees. All layers that share a mask may share the list."""
+    size = block_size(query)
+    number = triton.cdiv(slots, size)
+    used = query.new_empty((rows, number), dtype=torch.int32)
+    listed, count = torch.empty_like(used), used.new_empty((rows,))
+    if mask is not None:
+        seen = mask.expand(rows, -1, -1, -1)
+        queries = seen.shape[2]
+        _use_kernel[(rows, number)](
+            seen, used, queries, slots, number, seen.stride(0), seen.stride(2),
+            MASK=_mask_kind(mask), QUERIES=power_of_two(queries), BLOCK=size, num_warps=1,
+        )  # fmt: skip
+    else:
+        used.fill_(1)
+    _list_kernel[(rows,)](used, listed, count, number, BLOCK=power_of_two(number), num_warps=4)
+    return Blocks(listed, count, size)
+
+
+def _splits(programs: int, blocks: int, device: torch.device) -> int:
+    """As many as fill the GPU twice over, but a block at least for each."""
+    return max(1, min(2 * multiprocessors(device) // programs, blocks, MOST_SPLITS))
+
+
+def _mask_kind(mask: Tensor | None) -> int:
+    return 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    return (
+        runs(query, key, value)
+        and query.shape[2] <= MOST_QUERIES
+        and query.shape[3] == value.shape[3] <= 256
+        and all(states.stride(3) == 1 for states in (query, key, value))
+        and (mask is None or (mask.shape[1] == 1 and mask.shape[3] == key.shape[2] and mask.stride(3) == 1))
+        and (mask is None or mask.dtype in (torch.bool, query.dtype))
+    )
+
+
+@jit
+def _visible(mask: Value, MASK: constexpr) -> Value:
+    """Of loaded mask values. An additive mask hides by a number near the lowest of its dtype."""
+    if MASK == 1:
+        return mask != 0
+    else:
+        lowest: tl.constexpr = -3e4 if mask.dtype == tl.float16 else -1e38
+        return mask.to(tl.float32) > lowest
+
+
+@jit
+def _use_kernel(
+    mask: Value,
+    used: Value,
+    queries: Value,
+    slots: Value,
+    blocks: Value,
+    mask_row: Value,
+    mask_query: Value,
+    MASK: constexpr,
+    QUERIES: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query = tl.arange(0, QUERIES)[:, None]
+    slot = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (query < queries) & (slot < slots)
+    if MASK == 1:
+        seen = tl.load(mask + row * mask_row + query * mask_query + slot, mask=inside, other=0)
+    else:
+        seen = tl.load(mask + row * mask_row + query * mask_query + slot, mask=inside, other=float("-inf"))
+    tl.store(used + row * blocks + block, tl.max(tl.max(_visible(seen, MASK).to(tl.int32), 1), 0))
+
+
+@jit
+def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK)
+    wanted = tl.load(used + row * blocks + block, mask=block < blocks, other=0)
+    place = tl.cumsum(wanted, 0) - wanted
+    tl.store(listed + row * blocks + place, block, mask=wanted != 0)
+    tl.store(count + row, tl.sum(wanted, 0))
+
+
+@jit
+def _split_kernel(
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value,
+    listed: Value,
+    count: Value,
+    partial: Value,
+    maxima: Value,
+    sums: Value,
+    scaling: Value,
+    softcap: Value,
+    key_heads: Value,
+    group: Value,
+    queries: Value,
+    slots: Value,
+    size: Value,
+    splits: Value,
+    blocks: Value,
+    query_row: Value,
+    query_head: Value,
+    query_token: Value,
+    key_row: Value,
+    key_head: Value,
+    key_slot: Value,
+    value_row: Value,
+    value_head: Value,
+    value_slot: Value,
+    mask_row: Value,
+    mask_query: Value,
+    MASK: constexpr,
+    SOFTCAP: constexpr,
+    EXACT: constexpr,
+    TILE: constexpr,
+    BLOCK: constexpr,
+    SIZE: constexpr,
+) -> None:
+    row = (tl.program_id(1) // key_heads).to(tl.int64)
+    shared = (tl.program_id(1) % key_heads).to(tl.int64)
+    split = tl.program_id(2)
+    packed = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    head, token = shared * group + packed // queries, packed % queries
+    real = packed < group * queries
+    lane = tl.arange(0, SIZE)
+    lane_inside = lane < size
+    asked = tl.load(
+        query + row * query_row + head[:, None] * query_head + token[:, None] * query_token + lane[None, :],
+        mask=real[:, None] & lane_inside[None, :],
+        other=0.0,
+    )
+    keys = key + row * key_row + shared * key_head
+    values = value + row * value_row + shared * value_head
+    masks = mask + row * mask_row + token[:, None] * mask_query
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    result = tl.zeros((TILE, SIZE), tl.float32)
+    # Blocks go round the splits like cards: whatever part of the cache is in use, each gets its share.
+    for turn in range(split, tl.load(count + row), splits):
+        slot = tl.load(listed + row * blocks + turn) * BLOCK + tl.arange(0, BLOCK)
+        inside = slot < slots
+        place = slot.to(tl.int64)
+        known = tl.load(
+            keys + place[None, :] * key_slot + lane[:, None], mask=inside[None, :] & lane_inside[:, None], other=0.0
+        )
+        if EXACT:
+            score = tl.dot(asked, known, input_precision="ieee") * scaling
+        else:
+            score = tl.dot(asked, known) * scaling
+        if SOFTCAP:
+            score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+        seen = real[:, None] & inside[None, :]
+        if MASK == 1:
+            seen = _visible(tl.load(masks + slot[None, :], mask=seen, other=0), MASK)
+        elif MASK == 2:
+            bias = tl.load(masks + slot[None, :], mask=seen, other=float("-inf"))
+            seen = _visible(bias, MASK)
+            score += bias.to(tl.float32)
+        score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weight, 1)
+        brought = tl.load(
+            values + place[:, None] * value_slot + lane[None, :], mask=inside[:, None] & lane_inside[None, :], other=0.0
+        )
+        if EXACT:
+            result = result * fade[:, None] + tl.dot(weight, brought, input_precision="ieee")
+        else:
+            result = result * fade[:, None] + tl.dot(weight.to(brought.dtype), brought)
+        top = higher
+    target = ((row * key_heads * group + head) * queries + token) * splits + split
+    tl.store(maxima + target, top, mask=real)
+    tl.store(sums + target, total, mask=real)
+    tl.store(partial + target[:, None] * size + lane[None, :], result, mask=real[:, None] & lane_inside[None, :])
+
+
+@jit
+def _combine_kernel(
+    partial: Value,
+    maxima: Value,
+    sums: Value,
+    sinks: Value,
+    out: Value,
+    heads: Value,
+    queries: Value,
+    size: Value,
+    splits: Value,
+    SINKS: constexpr,
+    SPLITS: constexpr,
+    SIZE: constexpr,
+) -> None:
+    program = tl.program_id(0).to(tl.int64)  # [B, H, Q] flattened, as the partial results lie
+    row, head, token = program // (heads * queries), program // queries % heads, program % queries
+    split, lane = tl.arange(0, SPLITS), tl.arange(0, SIZE)
+    tops = tl.load(maxima + program * splits + split, mask=split < splits, other=float("-inf"))
+    totals = tl.load(sums + program * splits + split, mask=split < splits, other=0.0)
+    highest = tl.max(tops, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    share = tl.exp2(tops - base)
+    whole = tl.sum(share * totals, 0)
+    if SINKS:
+        whole += tl.exp2(sink - base)
+    parts = tl.load(
+        partial + (program * splits + split)[:, None] * size + lane[None, :],
+        mask=(split < splits)[:, None] & (lane < size)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    target = out + ((row * queries + token) * heads + head) * size
+    tl.store(target + lane, result.to(out.dtype.element_ty), mask=lane < size)

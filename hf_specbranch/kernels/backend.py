@@ -1,0 +1,59 @@
+"""Where kernels run: Triton on CUDA, Triton's interpreter on the CPU if asked for, else the torch references."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+try:
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+except ImportError:  # torch for CPUs comes without Triton
+    triton = tl = None
+
+# Types of a kernel's arguments. Triton looks such names up, and accepts its own classes only.
+if TYPE_CHECKING:
+    Value: TypeAlias = Any
+    constexpr: TypeAlias = Any
+else:
+    Value, constexpr = (tl.tensor, tl.constexpr) if tl is not None else (Any, Any)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def jit(kernel: Callable[..., None]) -> Any:
+    """`triton.jit`, or the function as it is where there is no Triton (it is not called then)."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def runs(*tensors: Tensor | None) -> bool:
+    """Whether a kernel can take these tensors: one device that Triton serves, one dtype that the kernels know."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    first = given[0]
+    if triton is None or not (first.is_cuda or (INTERPRETED and first.device.type == "cpu")):
+        return False
+    return first.dtype in FLOATS and all(
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device == first.device
+        and tensor.dtype == first.dtype
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        for tensor in given
+    )
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many thread blocks the device runs side by side, at one for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def power_of_two(size: int, smallest: int = 1) -> int:
+    """The next power of two: lengths of blocks must be such."""
+    return max(smallest, 1 << (size - 1).bit_length())

@@ -1,0 +1,214 @@
+"""`fuse(model)` lays weights together, `fused(model)` runs a model through the kernels while it lasts.
+
+Both leave the model as transformers knows it: the same modules, the same parameters, the same state dict. Outside
+`fused` it runs its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .backend import FLOATS
+from .forwards import (
+    AttentionForward,
+    LayerForward,
+    LinearForward,
+    MlpForward,
+    NormForward,
+    Shared,
+    attention_inputs,
+    mlp_inputs,
+)
+from .interface import NAME, UNCAPPED, one_pass, register
+from .recognise import (
+    Forward,
+    calls_registered_attention,
+    layer_norms,
+    looks_like_attention,
+    looks_like_mlp,
+    recognise,
+    untouched,
+)
+from .storage import join, joined, separate
+
+SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth a measurement
+_FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that may wait in the allocator
+
+
+class Recipe(NamedTuple):
+    """What was found out about a model."""
+
+    structure: int  # of the model when it was asked
+    shared: Shared
+    forwards: dict[nn.Module, Forward]
+    attention: str  # the implementation to ask for
+
+
+_RECIPES: WeakKeyDictionary[PreTrainedModel, Recipe] = WeakKeyDictionary()
+
+
+def fuse(model: PreTrainedModel) -> Callable[[], None]:
+    """Lay the weights of q, k and v together, and those of gate and up, wherever a model has them as plain products.
+
+    The parameters remain and become views of the joint storage: `state_dict`, `save_pretrained`, adapters, tying and
+    training see no difference, and no memory is used twice, beyond one group of weights for a moment.
+
+    Args:
+        model: any model; what is not recognised is left alone.
+
+    Returns:
+        A function that gives every parameter a storage of its own again.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> target, _, _ = load_demo_pair()
+        >>> undo = fuse(target)
+        >>> undo()
+    """
+    groups = _groups(model)
+    freed = 0
+    for group in groups:
+        if join(group):
+            freed += sum(parameter.numel() * parameter.element_size() for parameter in group)
+        if freed > _FREED_BEFORE_RETURNING:
+            freed = _return_memory(group[0])
+    if freed:
+        _return_memory(groups[0][0])
+
+    def undo() -> None:
+        for group in groups:
+            separate(group)
+
+    return undo
+
+
+@contextmanager
+def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Run a model through the kernels: norms, rotary, gated activations, attention, small products.
+
+    Modules are recognised by their structure and each is tried once against its own forward; what is not recognised
+    runs as it is. Afterwards, also after an exception, the model is exactly what it was. Enter it outside of a graph
+    capture: the first time runs the model.
+
+    Args:
+        model: the model; `fuse` it first, or q, k and v are separate products.
+
+    Example:
+        >>> import torch
+        >>> from hf_specbranch import load_demo_pair
+        >>> target, _, _ = load_demo_pair()
+        >>> with torch.no_grad(), fused(target):
+        ...     logits = target(torch.tensor([[1, 2, 3]])).logits
+    """
+    register()
+    config = model.config.get_text_config(decoder=True)
+    implementation = config._attn_implementation
+    recipe = _recipe(model, implementation)
+    recipe.shared.weights = _weights(model)
+    with ExitStack() as stack:
+        one_pass.begin()
+        stack.callback(one_pass.end)
+        stack.callback(_forget, recipe.shared)
+        hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
+        stack.callback(hook.remove)
+        config._attn_implementation_internal = recipe.attention
+        stack.callback(setattr, config, "_attn_implementation_internal", implementation)
+        for module, forward in _valid(model, recipe):
+            module.forward = forward
+            stack.callback(module.__dict__.pop, "forward", None)
+        yield model
+
+
+def _forget(shared: Shared) -> None:
+    """What was computed for one pass is not valid in the next."""
+    shared.ahead = None
+    one_pass.forget()
+
+
+def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
+    parts = tuple((id(module), type(module)) for module in model.modules())
+    structure = hash((parts, implementation, model.dtype, model.device))
+    recipe = _RECIPES.get(model)
+    if recipe is None or recipe.structure != structure:
+        shared = Shared()
+        forwards = recognise(model, shared, implementation == "sdpa")
+        recipe = Recipe(structure, shared, forwards, _attention(model, implementation))
+        _forget(shared)
+        _RECIPES[model] = recipe
+    return recipe
+
+
+def _attention(model: PreTrainedModel, implementation: str) -> str:
+    """Ours under the name that behaves as the model's own, if the model then computes the same."""
+    ours = {"sdpa": UNCAPPED, "eager": NAME}.get(implementation, implementation)
+    alike = ours == implementation or calls_registered_attention(model, (implementation, ours))
+    return ours if alike else implementation
+
+
+def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, Forward]]:
+    """The stand-ins that may be used now: hooks may have come since the model was asked."""
+    bypassed: set[nn.Module] = set()
+    for module, forward in recipe.forwards.items():
+        if "forward" not in module.__dict__ and all(untouched(part) for part in _bypassed(module, forward)):
+            bypassed.update(_bypassed(module, forward))
+            yield module, forward
+    for module in model.modules():
+        if type(module) is nn.Linear and module not in bypassed and "forward" not in module.__dict__:
+            if module.weight.is_cuda and module.weight.numel() >= SMALLEST_PRODUCT and module.weight.dtype in FLOATS:
+                yield module, LinearForward(module, recipe.shared)
+
+
+def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
+    """The modules whose own call a stand-in leaves out."""
+    if isinstance(forward, AttentionForward):
+        norms = [module.q_norm, module.k_norm] if forward.norm is not None else []
+        return [*attention_inputs(module), module.o_proj, *norms]
+    if isinstance(forward, MlpForward):
+        return [*mlp_inputs(module), module.down_proj]
+    if isinstance(forward, LayerForward):
+        return [*layer_norms(module), *([forward.following] if forward.following is not None else [])]
+    assert isinstance(forward, NormForward)
+    return []
+
+
+def _groups(model: PreTrainedModel) -> list[list[nn.Parameter]]:
+    """Weights, and biases, that belong in one storage."""
+    groups: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        if looks_like_attention(module):
+            layers = attention_inputs(module)
+        elif looks_like_mlp(module):
+            layers = mlp_inputs(module)
+        else:
+            continue
+        if len(layers) > 1:
+            groups.append([layer.get_parameter("weight") for layer in layers])
+            if layers[0].bias is not None:
+                groups.append([layer.get_parameter("bias") for layer in layers])
+    return groups
+
+
+def _weights(model: PreTrainedModel) -> dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]:
+    """All weights by shape, joint ones as one."""
+    groups = _groups(model)
+    wholes = [whole for group in groups if (whole := joined(group)) is not None]
+    weights: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+    singles = [module.weight for module in model.modules() if type(module) is nn.Linear]
+    for weight in (*wholes, *singles):
+        if weight.dim() == 2:
+            weights.setdefault((weight.shape, weight.dtype), []).append(weight.detach())
+    return weights
+
+
+def _return_memory(parameter: nn.Parameter) -> int:
+    """Freed weights fit no later request of a joint one, so the allocator would only hoard them."""
+    if parameter.is_cuda:
+        torch.cuda.empty_cache()
+    return 0

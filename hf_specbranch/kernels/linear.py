@@ -1,0 +1,189 @@
+"""y = x W^T for a few rows of x, where the time is that of reading W once.
+
+Libraries tile such products for many rows and leave bandwidth unused. Here each program streams a strip of W through
+tensor cores; where a strip alone has too few programs to fill the GPU, the inner dimension is split as well, and a
+second kernel adds the parts. Which is faster depends on the shape and the GPU, so it is measured, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .backend import Value, constexpr, jit, runs, tl, triton
+
+MOST_ROWS = 32
+
+
+class Plan(NamedTuple):
+    """How to cut a product into programs."""
+
+    columns: int  # rows of W in a strip
+    depth: int  # elements of the inner dimension read at a time
+    splits: int  # parts of the inner dimension
+    warps: int
+    stages: int  # reads under way at the same time
+
+
+PLANS = (
+    Plan(32, 256, 1, 4, 5),
+    Plan(32, 256, 2, 4, 4),
+    Plan(64, 128, 1, 4, 6),
+    Plan(64, 128, 4, 4, 6),
+    Plan(16, 512, 1, 4, 5),
+)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor:
+    """x W^T + bias.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias: [N] or None.
+        plan: what `choose` said; None leaves it to torch.
+
+    Returns:
+        [..., N].
+
+    Example:
+        >>> linear(torch.randn(3, 64), torch.randn(8, 64), None, None).shape
+        torch.Size([3, 8])
+    """
+    if plan is None or not fits(x, weight, bias, plan):
+        return functional.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    rows, depth = flat.shape
+    columns = weight.shape[0]
+    out = flat.new_empty((rows, columns))
+    target = out if plan.splits == 1 else flat.new_empty((plan.splits, rows, columns), dtype=torch.float32)
+    _product_kernel[(triton.cdiv(columns, plan.columns), plan.splits)](
+        flat, weight, out if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
+        BIAS=bias is not None and plan.splits == 1, SPLITS=plan.splits, EVEN=columns % plan.columns == 0,
+        ROWS=16 if rows <= 16 else 32, COLUMNS=plan.columns, DEPTH=plan.depth,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    if plan.splits > 1:
+        _sum_kernel[(rows, triton.cdiv(columns, 512))](
+            target, out if bias is None else bias, out, rows, columns, BIAS=bias is not None, SPLITS=plan.splits,
+            BLOCK=512, num_warps=1,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], columns)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `linear` computes, in float32 and rounded once."""
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> bool:
+    """Whether the kernel can do this product under this plan."""
+    depth = weight.shape[1]
+    return (
+        runs(x, weight, bias)
+        and x.dtype != torch.float32  # torch's own float32 products are the exact ones
+        and 0 < x.numel() <= MOST_ROWS * depth
+        and depth % plan.depth == 0
+        and depth // plan.depth >= plan.splits
+        and x.stride(-1) == weight.stride(-1) == 1
+    )
+
+
+@torch.no_grad()
+def measure(weights: Sequence[Tensor], rows: int, plan: Plan | None) -> float:
+    """Seconds of one product on this GPU.
+
+    Args:
+        weights: of one shape; taken in turn, so that they come from memory rather than from a cache.
+        rows: of x.
+        plan: the plan to measure, None for torch.
+    """
+    x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
+    if plan is not None and not fits(x, weights[0], None, plan):
+        return float("inf")
+    calls = min(24, max(8, len(weights)))
+    linear(x, weights[0], None, plan)  # compiled outside the capture
+    stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    times: list[float] = []
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in range(calls):
+                linear(x, weights[call % len(weights)], None, plan)
+        finally:
+            graph.capture_end()
+        for _ in range(4):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    torch.cuda.current_stream(x.device).wait_stream(stream)
+    return min(times) / calls / 1e3
+
+
+@jit
+def _product_kernel(
+    x: Value,
+    weight: Value,
+    bias: Value,
+    target: Value,
+    rows: Value,
+    columns: Value,
+    depth: Value,
+    x_row: Value,
+    weight_row: Value,
+    BIAS: constexpr,
+    SPLITS: constexpr,
+    EVEN: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+) -> None:
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    steps = depth // DEPTH
+    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    inner = begin * DEPTH + tl.arange(0, DEPTH)
+    strip = column if EVEN else tl.minimum(column, columns - 1)  # the last strip may stand over the edge
+    left = x + row[:, None] * x_row + inner[None, :]
+    right = weight + strip.to(tl.int64)[None, :] * weight_row + inner[:, None]
+    real = (row < rows)[:, None]
+    result = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for _ in range(begin, end):
+        result = tl.dot(tl.load(left, mask=real, other=0.0), tl.load(right), result)
+        left += DEPTH
+        right += DEPTH
+    if BIAS:
+        result += tl.load(bias + strip).to(tl.float32)[None, :]
+    place = (split * rows + row)[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(target + place, result.to(target.dtype.element_ty), mask=real & (column < columns)[None, :])
+
+
+@jit
+def _sum_kernel(
+    parts: Value,
+    bias: Value,
+    out: Value,
+    rows: Value,
+    columns: Value,
+    BIAS: constexpr,
+    SPLITS: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    result = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        result += tl.load(parts + (split * rows + row) * columns + column, mask=inside, other=0.0)
+    if BIAS:
+        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,107 @@
+"""RMSNorm, with the residual addition before it, in one kernel.
+
+total = x + residual
+out = total / sqrt(mean(total^2) + eps) * weight
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import Value, constexpr, jit, power_of_two, runs, tl
+
+
+class NormForm(NamedTuple):
+    """The ways models write RMSNorm; they differ in rounding and in what weight zero means."""
+
+    offset: float = 0.0  # Gemma scales by 1 + weight
+    wide: bool = False  # multiplies by the weight in float32 and rounds once; otherwise rounds before and after
+
+
+PLAIN, WIDE, GEMMA = NormForm(), NormForm(wide=True), NormForm(offset=1.0, wide=True)
+FORMS = (PLAIN, GEMMA, WIDE)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Add the residual, if any, and normalise over the last dimension.
+
+    Args:
+        x: [..., N].
+        weight: [N].
+        eps: added to the mean square.
+        residual: [..., N], added to `x` first.
+        form: how the model writes it.
+
+    Returns:
+        The normalised tensor, and the sum it was computed from (`x` itself where there is no residual).
+
+    Example:
+        >>> x, weight = torch.randn(2, 8), torch.ones(8)
+        >>> out, total = rms_norm(x, weight, 1e-6, residual=torch.randn(2, 8))
+    """
+    if not runs(x, weight, residual):
+        return rms_norm_reference(x, weight, eps, residual, form)
+    x = x.contiguous()
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
+    if residual is None:
+        total = residual = x
+    else:
+        residual, total = residual.contiguous(), torch.empty_like(x)
+    block = power_of_two(columns)
+    _norm_kernel[(rows,)](
+        x, residual, weight, out, total, columns, eps,
+        ADD=total is not x, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return out, total
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """What `rms_norm` computes, in plain torch."""
+    total = x if residual is None else residual + x
+    wide = total.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form.wide:
+        return (wide * (form.offset + weight.float())).to(total.dtype), total
+    return weight * wide.to(total.dtype), total
+
+
+@jit
+def _norm_kernel(
+    x: Value,
+    residual: Value,
+    weight: Value,
+    out: Value,
+    total: Value,
+    columns: Value,
+    eps: Value,
+    ADD: constexpr,
+    OFFSET: constexpr,
+    WIDE: constexpr,
+    BLOCK: constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    place = tl.program_id(0).to(tl.int64) * columns + column
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + place, mask=inside, other=0.0)
+    if ADD:
+        added = tl.load(residual + place, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(total + place, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
+    if WIDE:
+        result = wide * (scale + OFFSET)
+    else:
+        result = wide.to(value.dtype).to(tl.float32) * scale
+    tl.store(out + place, result.to(value.dtype), mask=inside)

@@ -1,0 +1,250 @@
+"""Rotary position embedding of queries and keys in one kernel, which can also put keys and values into the cache.
+
+    x -> x * cos + rotate_half(x) * sin
+
+over the first R dimensions of a head, the halves being [0, R/2) and [R/2, R). Models that pair neighbouring
+dimensions instead are not served. Where a model normalises each head of q and k first, that happens here too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import Value, constexpr, jit, power_of_two, runs, tl
+from .norm import PLAIN, NormForm, rms_norm_reference
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm over each head of the queries and of the keys."""
+
+    query: Tensor  # [D]
+    key: Tensor  # [D]
+    eps: float
+    form: NormForm = PLAIN
+
+
+class Slots(NamedTuple):
+    """Where keys and values go: token t of row b into slot `places[b, t]`."""
+
+    keys: Tensor  # [B, Hkv, S, D]
+    values: Tensor  # [B, Hkv, S, D]
+    places: Tensor  # [B, Q] of int64
+
+
+def rotary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    norm: HeadNorm | None = None,
+    slots: Slots | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate queries and keys.
+
+    Args:
+        query: [B, Hq, Q, D], of any strides whose last is 1.
+        key: [B, Hkv, Q, D].
+        value: [B, Hkv, Q, D], needed with `slots` only.
+        cos: [B or 1, Q, R], R at most D and even; what is beyond R passes unrotated.
+        sin: likewise.
+        norm: normalise heads first.
+        slots: write keys and values there and return no keys.
+
+    Returns:
+        The rotated queries, and the rotated keys or None.
+    """
+    if not _fits(query, key, value, cos, sin, norm, slots):
+        return _rotary_in_steps(query, key, value, cos, sin, norm, slots)
+    rows, heads, tokens, size = query.shape
+    out = query.new_empty((rows, heads, tokens, size))
+    if slots is None:
+        keys = key.new_empty((rows, key.shape[1], tokens, size))
+        values = index = value = keys
+        programs = heads + key.shape[1]
+    else:
+        assert value is not None
+        keys, values, index = slots
+        programs = heads + 2 * key.shape[1]
+    half = cos.shape[-1] // 2
+    block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
+    cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
+    _rotary_kernel[(rows * tokens, programs)](
+        query, key, value, cos, sin, out, keys, values, index,
+        norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
+        tokens, heads, key.shape[1], size, half,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+        *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
+        NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
+        SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
+    )  # fmt: skip
+    return out, None if slots is not None else keys
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, H, Q, D] by cos and sin [B, Q, R], in plain torch."""
+    cos, sin = cos[:, None], sin[:, None]
+    size = cos.shape[-1]
+    turned, passed = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+def _rotary_in_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    norm: HeadNorm | None,
+    slots: Slots | None,
+) -> tuple[Tensor, Tensor | None]:
+    if norm is not None:
+        query, _ = rms_norm_reference(query, norm.query, norm.eps, form=norm.form)
+        key, _ = rms_norm_reference(key, norm.key, norm.eps, form=norm.form)
+    query, key = rotary_reference(query, cos, sin), rotary_reference(key, cos, sin)
+    if slots is None:
+        return query, key
+    assert value is not None
+    rows = torch.arange(key.shape[0], device=key.device)[:, None]
+    slots.keys[rows, :, slots.places] = key.transpose(1, 2)
+    slots.values[rows, :, slots.places] = value.transpose(1, 2)
+    return query, None
+
+
+def _fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    norm: HeadNorm | None,
+    slots: Slots | None,
+) -> bool:
+    used = [query, key, value, cos, sin]
+    if norm is not None:
+        used += [norm.query, norm.key]
+    if slots is not None:
+        used += [slots.keys, slots.values]
+        if slots.places.dtype != torch.long or slots.places.stride(-1) != 1:
+            return False
+    return runs(*used) and all(tensor.stride(-1) == 1 for tensor in used if tensor is not None)
+
+
+@jit
+def _rotary_kernel(
+    query: Value,
+    key: Value,
+    value: Value,
+    cos: Value,
+    sin: Value,
+    out: Value,
+    keys: Value,
+    values: Value,
+    index: Value,
+    query_weight: Value,
+    key_weight: Value,
+    eps: Value,
+    tokens: Value,
+    heads: Value,
+    key_heads: Value,
+    size: Value,
+    half: Value,
+    query_row: Value,
+    query_head: Value,
+    query_token: Value,
+    key_row: Value,
+    key_head: Value,
+    key_token: Value,
+    value_row: Value,
+    value_head: Value,
+    value_token: Value,
+    cos_row: Value,
+    cos_token: Value,
+    sin_row: Value,
+    sin_token: Value,
+    out_row: Value,
+    out_head: Value,
+    out_token: Value,
+    keys_row: Value,
+    keys_head: Value,
+    keys_slot: Value,
+    values_row: Value,
+    values_head: Value,
+    values_slot: Value,
+    index_row: Value,
+    NORM: constexpr,
+    OFFSET: constexpr,
+    WIDE: constexpr,
+    SCATTER: constexpr,
+    BLOCK: constexpr,
+    REST: constexpr,
+    PARTIAL: constexpr,
+) -> None:
+    row = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    program = tl.program_id(1)
+    slot = token
+    if SCATTER:
+        slot = tl.load(index + row * index_row + token)
+    # A program serves one head of one token: first the queries' heads, then the keys', then the values'.
+    if program < heads:
+        source = query + row * query_row + program * query_head + token * query_token
+        target = out + row * out_row + program * out_head + token * out_token
+        weight = query_weight
+    elif program < heads + key_heads:
+        source = key + row * key_row + (program - heads) * key_head + token * key_token
+        target = keys + row * keys_row + (program - heads) * keys_head + slot * keys_slot
+        weight = key_weight
+    else:
+        source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
+        target = values + row * values_row + (program - heads - key_heads) * values_head + slot * values_slot
+        weight = key_weight
+    low = tl.arange(0, BLOCK)
+    inside = low < half
+    rest = 2 * half + tl.arange(0, REST)
+    first = tl.load(source + low, mask=inside, other=0.0)
+    second = tl.load(source + half + low, mask=inside, other=0.0)
+    dtype = first.dtype
+    if PARTIAL:
+        beyond = tl.load(source + rest, mask=rest < size, other=0.0)
+    if program < heads + key_heads:
+        if NORM:
+            one, two = first.to(tl.float32), second.to(tl.float32)
+            square = tl.sum(one * one, 0) + tl.sum(two * two, 0)
+            if PARTIAL:
+                three = beyond.to(tl.float32)
+                square += tl.sum(three * three, 0)
+            root = tl.rsqrt(square / size + eps)
+            first = _scaled(one * root, tl.load(weight + low, mask=inside, other=0.0), OFFSET, WIDE)
+            second = _scaled(two * root, tl.load(weight + half + low, mask=inside, other=0.0), OFFSET, WIDE)
+            if PARTIAL:
+                beyond = _scaled(three * root, tl.load(weight + rest, mask=rest < size, other=0.0), OFFSET, WIDE)
+        turn = cos + row * cos_row + token * cos_token
+        tilt = sin + row * sin_row + token * sin_token
+        cos_first = tl.load(turn + low, mask=inside, other=0.0).to(tl.float32)
+        cos_second = tl.load(turn + half + low, mask=inside, other=0.0).to(tl.float32)
+        sin_first = tl.load(tilt + low, mask=inside, other=0.0).to(tl.float32)
+        sin_second = tl.load(tilt + half + low, mask=inside, other=0.0).to(tl.float32)
+        one, two = first.to(tl.float32), second.to(tl.float32)
+        # Each product is rounded before the sum, as separate torch operations round it.
+        left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
+        right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
+        first, second = left.to(dtype), right.to(dtype)
+    tl.store(target + low, first, mask=inside)
+    tl.store(target + half + low, second, mask=inside)
+    if PARTIAL:
+        tl.store(target + rest, beyond, mask=rest < size)
+
+
+@jit
+def _scaled(wide: Value, weight: Value, OFFSET: constexpr, WIDE: constexpr) -> Value:
+    scale = weight.to(tl.float32)
+    if WIDE:
+        return (wide * (scale + OFFSET)).to(weight.dtype)
+    else:
+        return (wide.to(weight.dtype).to(tl.float32) * scale).to(weight.dtype)
