@@ -120,7 +120,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.callback(hook.remove)
         config._attn_implementation_internal = recipe.attention
         stack.callback(setattr, config, "_attn_implementation_internal", implementation)
-        for module, forward in _valid(model, recipe):
+        for module, forward in list(_valid(model, recipe)):  # all are looked at before the first is changed
             module.forward = forward
             stack.callback(module.__dict__.pop, "forward", None)
         yield model

@@ -1,0 +1,502 @@
+"""Kernels compute what their references compute, references what transformers computes, and a fused model is the model.
+
+Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which one test here starts.
+"""
+
+import copy
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.phi3 import modeling_phi3 as phi3
+
+from hf_specbranch.kernels import fuse, fused, register
+from hf_specbranch.kernels.attention import attend, attend_reference
+from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward
+from hf_specbranch.kernels.gated import gated, gated_reference, recognise
+from hf_specbranch.kernels.linear import PLANS, fits, linear, linear_reference
+from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
+from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
+from hf_specbranch.kernels.storage import joined
+from hf_specbranch.runners.slots import SlotCache
+
+from .families import FAMILIES, make
+
+choosing = importlib.import_module("hf_specbranch.kernels.choose")
+fusing = importlib.import_module("hf_specbranch.kernels.fuse")
+
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+# The interpreter truncates where bfloat16 should be rounded, so bfloat16 is tried on a GPU only.
+DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # about two units in the last place
+LLAMA_LIKE = [
+    "llama", "llama-eager", "mistral-sliding", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3",
+]  # fmt: skip
+
+
+def on_kernels(test):
+    """Runs where Triton does; drawn examples are few where it is slow."""
+    few = settings(
+        max_examples=6 if INTERPRETED else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    )
+    return few(test) if INTERPRETED else pytest.mark.gpu(few(test))
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def assert_close(got, expected):
+    assert got.isfinite().all()
+    rounding = ROUNDING[expected.dtype]
+    torch.testing.assert_close(got, expected, rtol=rounding, atol=rounding)
+
+
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 99)
+
+
+# Kernels against references
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from(FORMS), st.booleans())
+def test_kernel_norm(dtype, seed, rows, columns, form, added):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, 2, columns, dtype=dtype), randn(columns, dtype=dtype)
+    residual = randn(rows, 2, columns, dtype=dtype) if added else None
+    got, expected = (norm(x, weight, 1e-6, residual, form) for norm in (rms_norm, rms_norm_reference))
+    assert_close(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 1500), st.sampled_from(["silu", "gelu_tanh"]))
+def test_kernel_gated(dtype, seed, rows, size, activation):
+    torch.manual_seed(seed)
+    gate_up = 3 * randn(rows, 2 * size, dtype=dtype)
+    assert_close(gated(gate_up, activation), gated_reference(gate_up, activation))
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 2), st.sampled_from([(4, 2), (3, 3), (8, 1)]), st.integers(1, 5),
+       st.sampled_from([(16, 16), (24, 24), (80, 32)]), st.sampled_from([None, *FORMS]), st.booleans())  # fmt: skip
+def test_kernel_rotary(dtype, seed, rows, heads, tokens, sizes, form, scattered):
+    torch.manual_seed(seed)
+    (queries, keys), (size, turned) = heads, sizes
+    every = randn(rows, tokens, (queries + 2 * keys), size, dtype=dtype).transpose(1, 2)  # one product, as views
+    query, key, value = every.split([queries, keys, keys], dim=1)
+    angle = randn(1, tokens, turned)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    norm = None if form is None else HeadNorm(randn(size, dtype=dtype), randn(size, dtype=dtype), 1e-6, form)
+    wanted_query, wanted_key = query, key
+    if norm is not None:
+        wanted_query, _ = rms_norm_reference(query, norm.query, norm.eps, form=form)
+        wanted_key, _ = rms_norm_reference(key, norm.key, norm.eps, form=form)
+    wanted_query, wanted_key = rotary_reference(wanted_query, cos, sin), rotary_reference(wanted_key, cos, sin)
+    if not scattered:
+        got = rotary(query, key, None, cos, sin, norm)
+        assert_close(got[0], wanted_query)
+        assert_close(got[1], wanted_key)
+        return
+    cache = [torch.zeros((rows, keys, 9, size), dtype=dtype, device=DEVICE) for _ in range(2)]
+    places = torch.stack([torch.randperm(9, device=DEVICE)[:tokens] for _ in range(rows)])
+    got, none = rotary(query, key, value, cos, sin, norm, Slots(*cache, places))
+    assert none is None
+    assert_close(got, wanted_query)
+    index = places[:, None, :, None].expand(-1, keys, -1, size)
+    assert_close(cache[0].gather(2, index), wanted_key)
+    assert torch.equal(cache[1].gather(2, index), value)
+    assert cache[0].count_nonzero() == cache[0].gather(2, index).count_nonzero()  # and nowhere else
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 3), st.sampled_from([(2, 2), (4, 2), (6, 1)]), st.integers(1, 64),
+       st.integers(1, 400), st.sampled_from([64, 80, 128, 256]), st.sampled_from(["none", "bool", "added"]),
+       st.floats(0.02, 1), st.sampled_from([None, 5.0]), st.booleans())  # fmt: skip
+def test_kernel_attention(dtype, seed, rows, heads, queries, slots, size, kind, density, softcap, with_sinks):
+    if INTERPRETED:
+        rows, queries, slots, size = 1 + rows % 2, 1 + queries % 12, min(slots, 150), min(size, 80)
+    torch.manual_seed(seed)
+    query = randn(rows, heads[0], queries, size, dtype=dtype)
+    key, value = (randn(rows, heads[1], slots + 7, size, dtype=dtype)[:, :, :slots] for _ in range(2))
+    mask = torch.rand((rows, 1, queries, slots), device=DEVICE) < density
+    mask[:, :, :, slots // 3 : slots // 3 + 70] = False  # whole blocks that nobody sees
+    mask[0, :, queries // 2] = False  # and a query that sees nothing
+    if kind == "none":
+        mask = None
+    elif kind == "added":
+        mask = torch.zeros(mask.shape, dtype=dtype, device=DEVICE).masked_fill(~mask, torch.finfo(dtype).min)
+    sinks = randn(heads[0], dtype=dtype) if with_sinks else None
+    given_ = (query, key, value, mask, size**-0.5, softcap, sinks)
+    assert_close(attend(*given_), attend_reference(*given_))
+
+
+@on_kernels
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([512, 1536]),
+       st.booleans(), st.sampled_from(PLANS))  # fmt: skip
+def test_kernel_linear(dtype, seed, rows, columns, depth, biased, plan):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype) / depth**0.5
+    bias = randn(columns, dtype=dtype) if biased else None
+    assert fits(x, weight, bias, plan)
+    assert_close(linear(x, weight, bias, plan), linear_reference(x, weight, bias))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this test starts the interpreter")
+def test_kernels_equal_references_under_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_kernel_"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert ran.stdout.startswith(".....")
+
+
+# References against transformers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "module, form", [(llama.LlamaRMSNorm, PLAIN), (gemma2.Gemma2RMSNorm, GEMMA), (gpt_oss.GptOssRMSNorm, WIDE)]
+)
+def test_norm_is_that_of_transformers_to_the_bit(module, form, dtype):
+    norm = module(48, eps=1e-5).to(dtype)
+    nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, 5, 48, dtype=dtype), torch.randn(2, 5, 48, dtype=dtype)
+    assert torch.equal(rms_norm_reference(x, norm.weight, 1e-5, form=form)[0], norm(x))
+    out, total = rms_norm_reference(x, norm.weight, 1e-5, residual, form)
+    assert torch.equal(total, residual + x) and torch.equal(out, norm(residual + x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("module, turned", [(llama, 32), (phi3, 24)])
+def test_rotary_is_that_of_transformers_to_the_bit(module, turned, dtype):
+    query, key = torch.randn(2, 4, 5, 32, dtype=dtype), torch.randn(2, 2, 5, 32, dtype=dtype)
+    angle = torch.randn(2, 5, turned)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    expected = module.apply_rotary_pos_emb(query, key, cos, sin)
+    got, turned_key = rotary(query, key, None, cos, sin)
+    assert torch.equal(got, expected[0]) and torch.equal(turned_key, expected[1])
+
+
+@pytest.mark.parametrize("family, name", [("llama", "silu"), ("gemma", "gelu_tanh")])
+def test_gated_activation_is_that_of_transformers_to_the_bit(family, name):
+    mlp = make(family).to(torch.bfloat16).model.layers[0].mlp
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert recognise(mlp.act_fn) == name
+    both = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1)
+    assert torch.equal(mlp.down_proj(gated_reference(both, name)), mlp(x))
+
+
+def test_other_activations_are_not_taken_for_known_ones():
+    assert recognise(nn.ReLU()) is None and recognise(nn.GELU()) is None
+
+
+@pytest.mark.parametrize("family, softcap, with_sinks", [("gemma2", 2.0, False), ("gpt-oss", None, True)])
+def test_attention_is_that_of_transformers(family, softcap, with_sinks):
+    module = make(family).model.layers[0].self_attn
+    query = torch.randn(2, 4, 3, 8)
+    key, value = torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    mask = torch.rand(2, 1, 3, 11) > 0.4
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    eager = (gpt_oss if with_sinks else gemma2).eager_attention_forward
+    extra = {} if with_sinks else {"softcap": softcap}
+    expected, _ = eager(module, query, key, value, added, scaling=0.3, **extra)
+    sinks = module.sinks if with_sinks else None
+    for given_mask in (mask, added):
+        torch.testing.assert_close(attend_reference(query, key, value, given_mask, 0.3, softcap, sinks), expected)
+
+
+# A fused model
+
+
+def logits_over_branches(model, context=None, device="cpu"):
+    """Two branches behind a prompt, in scattered slots of one cache."""
+    prompt = torch.tensor([[5, 9, 3, 17]], device=device)
+    places = torch.tensor([[9, 7, 11]], device=device)
+    seen = torch.zeros((1, 1, 3, 12), dtype=torch.bool, device=device)
+    seen[..., :4] = True
+    for query, slot in ((0, 9), (1, 9), (1, 7), (2, 11)):
+        seen[0, 0, query, slot] = True
+    if model.config._attn_implementation == "eager":
+        seen = torch.zeros(seen.shape, dtype=model.dtype, device=device).masked_fill(
+            ~seen, torch.finfo(model.dtype).min
+        )
+    cache = SlotCache()
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, use_cache=True)
+        cache.address.point_at(places, 12)
+        tokens, positions = torch.tensor([[6, 7, 8]], device=device), torch.tensor([[4, 5, 4]], device=device)
+        call = dict(input_ids=tokens, attention_mask=seen, position_ids=positions, past_key_values=cache)
+        if context is None:
+            return model(**call).logits
+        with context(model):
+            return model(**call).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_computes_the_same(family):
+    model = make(family)
+    expected = logits_over_branches(model)
+    fuse(model)
+    assert torch.equal(logits_over_branches(model), expected)  # outside: its own code on the same numbers
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits_over_branches(model), expected)
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_models_built_like_llama_are_recognised_whole(family):
+    model = make(family)
+    fuse(model)
+    with fused(model):
+        kinds = [type(module.forward) for module in model.modules()]
+    for kind in (AttentionForward, MlpForward, LayerForward):
+        assert kinds.count(kind) == model.config.num_hidden_layers
+    attention = model.model.layers[0].self_attn
+    if hasattr(attention, "q_proj"):
+        assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+
+
+def test_a_layer_of_the_same_class_that_computes_otherwise_is_left_alone():
+    model = make("llama")
+    odd = model.model.layers[1].self_attn
+
+    class Scaled(type(odd)):
+        def forward(self, *args, **kwargs):
+            out, weights = super().forward(*args, **kwargs)
+            return 1.1 * out, weights
+
+    odd.__class__ = Scaled
+    expected = logits_over_branches(model)
+    fuse(model)
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fusing_uses_no_memory_and_changes_no_parameter():
+    model = make("qwen2")
+    before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    undo = fuse(model)
+
+    def storages():
+        return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+
+    assert sum(storages().values()) == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert len(storages()) < len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert (id(parameter), True) == (before[name][0], torch.equal(parameter, before[name][1]))
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    undo()
+    assert len(storages()) == len(list(model.parameters()))
+
+
+def test_a_fused_model_is_saved_and_loaded_as_before(tmp_path):
+    model = make("llama")
+    plain = copy.deepcopy(model)
+    fuse(model)
+    model.save_pretrained(tmp_path / "fused")
+    plain.save_pretrained(tmp_path / "plain")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fused", "plain")]
+    assert sizes[0] == sizes[1]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fused")
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    plain.load_state_dict(torch.load(tmp_path / "state.pt"))
+
+
+@pytest.mark.parametrize("change", ["load", "assign", "double", "copy", "train"])
+def test_weights_may_change_after_fusing(change):
+    model, other = make("llama", seed=0), make("llama", seed=1)
+    fuse(model)
+    logits_over_branches(model, fused)
+    if change == "load":
+        model.load_state_dict(other.state_dict())
+    elif change == "assign":
+        model.load_state_dict(other.state_dict(), assign=True)
+    elif change == "double":
+        model.to(torch.float64).to(torch.float32)
+    elif change == "copy":
+        model = copy.deepcopy(model)
+        assert (
+            joined([p.weight for p in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)]) is None
+        )
+    else:
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+        optimiser.step()
+    torch.testing.assert_close(
+        logits_over_branches(model, fused), logits_over_branches(model), atol=1e-5, rtol=1e-5
+    )  # fmt: skip
+
+
+class Adapter(nn.Module):
+    """A low-rank update around a linear layer, as adapters are loaded."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.low = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.high = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.high(self.low(x))
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_adapters_loaded_after_fusing_take_effect(part):
+    model = make("llama")
+    fuse(model)
+    without = logits_over_branches(model, fused)
+    parent, name = part.split(".")
+    owner = getattr(model.model.layers[0], parent)
+    torch.manual_seed(0)
+    setattr(owner, name, Adapter(getattr(owner, name)))
+    got, expected = logits_over_branches(model, fused), logits_over_branches(model)
+    assert (expected - without).abs().max() > 1e-3
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["self_attn", "self_attn.k_proj", "mlp.gate_proj", "input_layernorm", "mlp"])
+def test_hooks_are_called_and_obeyed(part):
+    model = make("llama")
+    fuse(model)
+    calls = []
+
+    def hook(module, args, output):
+        calls.append(module)
+        return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+    model.model.layers[1].get_submodule(part).register_forward_hook(hook)
+    expected = logits_over_branches(model)
+    calls.clear()
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
+    assert calls
+
+
+def test_hidden_states_are_recorded_under_kernels():
+    model = make("llama")
+    fuse(model)
+    call = dict(input_ids=torch.tensor([[5, 9, 3]]), output_hidden_states=True)
+    with torch.no_grad():
+        expected = model(**call).hidden_states
+        with fused(model):
+            got = model(**call).hidden_states
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+def test_an_exception_leaves_the_model_as_it_was():
+    model = make("llama")
+    forwards = {module: module.forward for module in model.modules()}
+    hooks = len(model._forward_pre_hooks)
+    with pytest.raises(KeyError), fused(model):
+        assert any("forward" in module.__dict__ for module in model.modules())
+        raise KeyError
+    assert {module: module.forward for module in model.modules()} == forwards
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert (model.config._attn_implementation, len(model._forward_pre_hooks)) == ("sdpa", hooks)
+
+
+def test_parameters_shared_by_two_modules_stay_shared():
+    model = make("llama")
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.gate_proj.weight, second.up_proj.weight = first.gate_proj.weight, first.up_proj.weight
+    fuse(model)
+    assert second.gate_proj.weight is first.gate_proj.weight
+    torch.testing.assert_close(logits_over_branches(model, fused), logits_over_branches(model), atol=1e-5, rtol=1e-5)
+
+
+def test_the_attention_can_be_asked_for_by_name():
+    register()
+    model = make("llama")
+    ids = torch.tensor([[5, 9, 3, 17, 40, 22]])
+    expected, branches = model(ids).logits, logits_over_branches(model)
+    generated = model.generate(ids, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation("specbranch")
+    torch.testing.assert_close(model(ids).logits, expected)
+    torch.testing.assert_close(logits_over_branches(model), branches)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), generated)
+
+
+def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monkeypatch):
+    monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
+    choosing._store("a", PLANS[0])
+    choosing._store("b", None)
+    assert choosing._stored() == {"a": PLANS[0], "b": None}
+    choosing.cache_file().write_text("{")
+    assert choosing._stored() == {}
+    assert choosing.choose([torch.randn(8, 8)], rows=1) is None
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_computes_the_same_on_a_gpu(family):
+    model = make(family).to("cuda")
+    expected = logits_over_branches(model, device="cuda")
+    fuse(model)
+    got = logits_over_branches(model, fused, device="cuda")
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_fused_forward_is_captured_and_sees_what_is_visible_at_each_replay():
+    model = make("llama").to("cuda")
+    fuse(model)
+    ids = torch.tensor([[5, 9, 3]], device="cuda")
+    mask = torch.ones((1, 1, 3, 3), dtype=torch.bool, device="cuda").tril()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), fused(model), torch.cuda.stream(stream):
+        model(ids, attention_mask=mask, use_cache=False)
+        graph.capture_begin()
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        graph.capture_end()
+    for hidden in (0, 1):
+        mask[0, 0, 2, hidden] = False
+        stream.wait_stream(torch.cuda.current_stream())
+        graph.replay()
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_faster_product_is_chosen_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
+    monkeypatch.setattr(choosing, "_CHOSEN", {})
+    weights = [torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
+    plan = choosing.choose(weights, 9)
+    assert list(choosing._stored().values()) == [plan]
+    monkeypatch.setattr(choosing, "_fastest", None)  # not asked again
+    monkeypatch.setattr(choosing, "_CHOSEN", {})
+    assert choosing.choose(weights, 3) == plan
+
+
+@pytest.mark.gpu
+def test_fusing_on_a_gpu_needs_one_group_of_weights_more_for_a_moment():
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.mlp.up_proj = nn.Linear(1024, 4096, bias=False), nn.Linear(1024, 4096, bias=False)
+        layer.mlp.down_proj = nn.Linear(4096, 1024, bias=False)
+    model.to("cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fuse(model)
+    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.max_memory_allocated() - before <= 2 * 4096 * 1024 * 4 + (1 << 20)
