@@ -17,7 +17,7 @@ from hf_specbranch.cli.chat import Conversation
 
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
-COMMANDS = (["generate"], ["chat"], ["bench"], ["head"])
+COMMANDS = (["generate"], ["chat"], ["doctor"], ["tune"], ["bench"], ["head"])
 
 
 def run(*arguments, **kwargs):
@@ -86,7 +86,7 @@ def test_generate_loads_settings_and_lets_options_win(tmp_path):
 
 def test_the_seed_decides_what_is_sampled():
     def sampled(seed):
-        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 10, "--seed", seed, "--json"]
+        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 5, "--seed", seed, "--json"]
         return json.loads(run("generate", PROMPT, *asked).stdout)["text"]
 
     assert sampled(1) == sampled(1) != sampled(2)
@@ -165,7 +165,7 @@ def test_chat_ends_with_its_input():
 def test_later_turns_read_only_what_is_new_and_say_the_same(template):
     target, draft, tokenizer = load_demo_pair()
     tokenizer.chat_template = template
-    asked = {"max_new_tokens": 8, "do_sample": False}
+    asked = {"max_new_tokens": 5, "do_sample": False}
     chat = Conversation(specbranch(target, draft=draft), tokenizer, asked)
     for turn, line in enumerate([PROMPT, "def sub(a, b):", "class Stack:"]):
         before, length = chat.text.shape[1], None
@@ -180,7 +180,7 @@ def test_later_turns_read_only_what_is_new_and_say_the_same(template):
 
 def test_an_interrupted_answer_leaves_the_conversation_as_it_was():
     target, draft, tokenizer = load_demo_pair()
-    asked = {"max_new_tokens": 8, "do_sample": False}
+    asked = {"max_new_tokens": 5, "do_sample": False}
 
     class Impatient:
         def put(self, tokens):

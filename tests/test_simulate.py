@@ -7,14 +7,13 @@ from hf_specbranch.bench.prompts import python_prompts
 from hf_specbranch.simulate import ABSENT, Agreement, Round, StepCosts, predict, record_agreement, replay
 
 SETTINGS = {
-    "autoregressive": SpecBranchConfig(policy="autoregressive"),
     "vanilla, fixed length": SpecBranchConfig(policy="vanilla", confidence_threshold=0.0, max_draft_length=5),
     "vanilla": SpecBranchConfig(policy="vanilla"),
     "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
     "specbranch": SpecBranchConfig(),
     "specbranch, wide": SpecBranchConfig(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module", params=["good", "weak"])

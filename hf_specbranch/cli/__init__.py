@@ -9,8 +9,10 @@ import typer
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
+from .doctor import doctor
 from .generate import generate
 from .head import app as head_app
+from .tune import tune
 
 app = typer.Typer(
     help="Branch-parallel speculative decoding behind model.generate().",
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(doctor)
+app.command()(tune)
 app.add_typer(head_app, name="head")
 app.command(epilog=BENCH_EPILOG)(bench)
 

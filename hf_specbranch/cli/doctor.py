@@ -1,0 +1,121 @@
+"""`hf-specbranch doctor`: is this pair worth it here?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from ..bench.prompts import python_prompts, read_prompts
+from ..doctor import Report, examination_generations, examine
+from . import options
+from .printing import leaving_cleanly
+
+UNUSABLE, SLOWER = 1, 3
+
+
+def doctor(
+    target: options.Target = None,
+    draft: options.Draft = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Take the first so many.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="For each prompt.")] = 48,
+    gamma: Annotated[int, typer.Option(min=1, help="Longest draft of the defaults.")] = 8,
+    branches: Annotated[int, typer.Option(min=1, max=8, help="Most branches of the defaults.")] = 4,
+    runtime: options.Runtime = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Check a pair, measure it on a few prompts, and say whether speculation pays, and with which settings.
+
+    Exit code: 0 it pays, 1 the pair cannot be used, 3 speculation would be slower.
+
+    Example: hf-specbranch doctor --target org/large --draft org/small --prompts mine.jsonl
+    """
+    with leaving_cleanly():
+        texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
+        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
+        with tqdm(total=examination_generations(len(texts)), unit="run", leave=False, disable=as_json) as bar:
+            report = examine(
+                large,
+                small,
+                tokenizer,
+                _tokenizer(small.name_or_path),
+                texts,
+                max_new_tokens,
+                gamma,
+                branches,
+                runtime=runtime or "auto",
+                tick=bar.update,
+            )
+        if as_json:
+            print(json.dumps(report.to_dict()))
+        else:
+            show(report)
+    if not report.usable:
+        raise typer.Exit(UNUSABLE)
+    if report.recommended is None:
+        raise typer.Exit(SLOWER)
+
+
+def show(report: Report) -> None:
+    """Print a report; fits any width."""
+    console = Console(highlight=False)
+    console.print(_grid([(check.state, check.name, check.found) for check in report.checks]))
+    if report.policies:
+        agree, costs = report.agreement, report.costs
+        console.print(
+            f"\nThe draft's first choice is the target's for {agree['first']:.0%} of {agree['tokens']} tokens, one of "
+            f"its first four for {agree['in_four']:.0%}. Its confidence is {agree['confidence_when_right']:.2f} when "
+            f"right, {agree['confidence_when_wrong']:.2f} when wrong."
+        )
+        console.print(
+            f"\nA target pass takes {costs['target_pass_ms']:.2f} ms and {costs['target_token_ms']:.2f} for each "
+            f"further token; a draft step {costs['draft_step_ms']:.2f} ms and {costs['draft_branch_ms']:.2f} for each "
+            f"further branch: {costs['speed_ratio']:.1f} draft steps a pass. Of drafting beside a pass "
+            f"{costs['hidden']:.0%} is hidden.\n"
+        )
+        console.print(_policies(report))
+    console.print(f"\n{report.verdict}")
+    if report.recommended is not None:
+        chosen = {name: report.recommended[name] for name in _SHOWN}
+        settings = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+        console.print(f"\nSpecBranchConfig({settings})", soft_wrap=False)
+
+
+_SHOWN = ("policy", "max_draft_length", "confidence_threshold", "max_branches", "overlap")
+
+
+def _grid(rows: list[tuple[str, ...]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _policies(report: Report) -> Table:
+    """Tokens per second of each policy; "best" is the best on the grid that `tune` searches."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tokens a second")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_row("plain generate()", "", f"{report.plain:.1f}", "1.00")
+    for row in report.policies:
+        measured = "" if row.measured is None else f"{row.measured:.1f}"
+        table.add_row(row.name, f"{row.predicted:.1f}", measured, f"{row.ratio:.2f}")
+    return table
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):  # a draft may come without one
+        return None

@@ -1,0 +1,102 @@
+"""`hf-specbranch tune`: settings for a pair on this machine."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..bench.prompts import python_prompts, read_prompts
+from ..mixin import specbranch
+from ..tune import POLICIES, Tuning, tuning_generations
+from ..tune import tune as run_tune
+from . import options
+from .printing import leaving_cleanly
+
+
+def tune(
+    out: Annotated[Path, typer.Option(help="Where to write the settings.")],
+    target: options.Target = None,
+    draft: options.Draft = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Draw so many of them.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="For each prompt.")] = 64,
+    policy: Annotated[str | None, typer.Option(help="Search within one policy. Default: all.")] = None,
+    finalists: Annotated[int, typer.Option(min=1, help="Choices to measure, beside the defaults.")] = 6,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each on each prompt.")] = 2,
+    runtime: options.Runtime = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = 0,
+    seed: Annotated[int, typer.Option(help="Decides which prompts are drawn.")] = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Search draft length, confidence threshold and branches, and write the best as JSON.
+
+    Hundreds of choices are replayed on recorded text, the best few are measured.
+
+    Example: hf-specbranch tune --prompts mine.jsonl --out tuned.json
+
+    Then: hf-specbranch generate "def add(a, b):" --config tuned.json
+    """
+    with leaving_cleanly():
+        if policy is not None and policy not in POLICIES:
+            raise ValueError(f"--policy {policy}: expected one of {', '.join(POLICIES)}")
+        if not out.parent.is_dir():
+            raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
+        texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())]
+        drawn = random.Random(seed).sample(texts, min(num_prompts, len(texts)))
+        torch.manual_seed(seed)
+        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
+        inputs = [dict(tokenizer(text, return_tensors="pt").to(large.device)) for text in drawn]
+        policies = [policy] if policy is not None else POLICIES
+        total = tuning_generations(len(drawn), finalists, repeat, len(policies))
+        with tqdm(total=total, unit="run", leave=False, disable=as_json) as bar:
+            found = run_tune(
+                specbranch(large),
+                small,
+                inputs,
+                max_new_tokens,
+                policies,
+                finalists,
+                repeat,
+                runtime=runtime or "auto",
+                tick=bar.update,
+            )
+        found.best.to_json_file(out)
+        if as_json:
+            print(json.dumps(_as_dict(found, out)))
+        else:
+            _show(found, out)
+
+
+def _as_dict(found: Tuning, out: Path) -> dict[str, object]:
+    trials = [
+        {"settings": trial.config.to_dict(), "predicted": trial.predicted, "measured": trial.measured}
+        for trial in found.trials
+    ]
+    return {"out": str(out), "best": found.best.to_dict(), "plain": found.measurement.plain, "trials": trials}
+
+
+def _show(found: Tuning, out: Path) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy")
+    for name in ("gamma", "epsilon", "k", "predicted", "measured"):
+        table.add_column(name, justify="right")
+    for trial in found.trials:
+        config = trial.config
+        numbers = f"{config.draft_length}", f"{config.confidence_threshold}", f"{config.max_branches}"
+        table.add_row(config.policy, *numbers, f"{trial.predicted:.1f}", f"{trial.measured:.1f}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"\ntokens a second; plain generate() reaches {found.measurement.plain:.1f}")
+    if found.trials[0].measured < found.measurement.plain:
+        console.print("None of these is faster than plain generate() here: do without a draft.")
+    console.print(f"the first is written to {out}")

@@ -1,0 +1,288 @@
+"""Is this pair worth it here? Checks, measurements, a prediction for each policy, and a recommendation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .checks import check_model, check_pair
+from .config import SpecBranchConfig
+from .mixin import specbranch
+from .runners.probe import mask_maker_for
+from .simulate import Agreement, predict, record_agreement
+from .step_costs import Inputs, Measurement, generations, measure_costs
+from .tune import BRANCHES, Ranked, rank
+
+OK, WARNING, FAILED = "ok", "warn", "FAIL"
+NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory
+CACHE_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: str  # OK, WARNING or FAILED
+    found: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy."""
+
+    name: str
+    settings: dict[str, Any]
+    predicted: float  # tokens per second behind the first token
+    ratio: float  # to plain generate()
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor found.
+
+    Args:
+        checks: what was looked at; if one failed, nothing was measured.
+        agreement: how often draft and target say the same.
+        costs: milliseconds a step, and the hidden part of drafting.
+        plain: tokens per second of plain `generate()`.
+        policies: a prediction for each policy at its default settings and at its best.
+        recommended: settings to use; None where plain decoding is better, or a check failed.
+        verdict: the answer in words.
+    """
+
+    checks: list[Check]
+    verdict: str
+    agreement: dict[str, float] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+    plain: float = 0.0
+    policies: list[Row] = field(default_factory=list)
+    recommended: dict[str, Any] | None = None
+    prediction_error: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """No check failed."""
+        return all(check.state != FAILED for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**asdict(self), "usable": self.usable}
+
+
+def examine(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: Any,
+    draft_tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int = 48,
+    gamma: int = 8,
+    branches: int = 4,
+    runtime: str = "auto",
+    tick: Callable[[], None] = lambda: None,
+) -> Report:
+    """Check a pair, measure it on a few prompts, and say what to expect of each policy.
+
+    Args:
+        target: the large model.
+        draft: the small one.
+        tokenizer: the target's.
+        draft_tokenizer: the draft's, to be compared; None if there is none.
+        prompts: texts like those the pair is meant for.
+        max_new_tokens: how much text each is to give.
+        gamma: the longest draft of the defaults that are measured.
+        branches: the most branches of these.
+        runtime: as in `SpecBranchConfig`.
+        tick: called after every generation; `examination_generations` says how often.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> from hf_specbranch.doctor import examine
+        >>> target, draft, tokenizer = load_demo_pair()
+        >>> report = examine(target, draft, tokenizer, None, ["def add(a, b):"], max_new_tokens=12)
+        >>> report.usable
+        True
+    """
+    checks = check_everything(target, draft, tokenizer, draft_tokenizer)
+    if failed := [check for check in checks if check.state == FAILED]:
+        return Report(checks, f"This pair cannot be used: {failed[0].found}")
+    model = specbranch(target)
+    inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
+    agreements = []
+    for each in inputs:
+        agreements.append(record_agreement(model, draft, each, max_new_tokens, candidates=max(BRANCHES)))
+        tick()
+    if not any(len(agreement.rank) > 1 for agreement in agreements):
+        checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
+        return Report(checks, "Nothing could be measured: " + checks[-1].found)
+    measurement = measure_costs(
+        model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=1, tick=tick
+    )
+    return _conclude(checks, agreements, measurement, runtime)
+
+
+def examination_generations(prompts: int) -> int:
+    """How often `examine` will tick."""
+    return prompts + generations(prompts, repeats=1)
+
+
+# ---- checks
+
+
+def check_everything(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any
+) -> list[Check]:
+    """All checks that need no text."""
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    millions = [model.num_parameters() / 1e6 for model in (target, draft)]
+    models = f"{type(target).__name__}, {millions[0]:,.1f}M; draft {type(draft).__name__}, {millions[1]:,.1f}M"
+    checks = [
+        _try("models", lambda: _check_models(target, draft), models),
+        _try("vocabulary", lambda: check_pair(target, draft, None, None), f"{sizes[0]} and {sizes[1]} entries"),
+    ]
+    if draft_tokenizer is None:
+        checks.append(Check("tokenizers", WARNING, "the draft has none: taken to be the target's"))
+    else:
+        compare = "the same entries in both"
+        checks.append(_try("tokenizers", lambda: check_pair(target, draft, tokenizer, draft_tokenizer), compare))
+        if checks[-1].state == OK:  # same tokens: then sizes that differ are padding
+            checks[1] = Check("vocabulary", OK, checks[1].found if checks[1].state == OK else "padded differently")
+    if all(check.state != FAILED for check in checks):
+        attention = target.config.get_text_config(decoder=True)._attn_implementation
+        checks.append(_try("attention", lambda: _probe(target, draft), f"{attention}, obeys explicit masks"))
+    return [*checks, _devices(target, draft), _memory(target, draft)]
+
+
+def _try(name: str, check: Callable[[], Any], found: str) -> Check:
+    try:
+        check()
+    except (TypeError, ValueError) as error:
+        return Check(name, FAILED, str(error))
+    return Check(name, OK, found)
+
+
+def _check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    check_model(target, "target")
+    check_model(draft, "draft")
+
+
+def _probe(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    mask_maker_for(target, "target")
+    mask_maker_for(draft, "draft")
+
+
+def _devices(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
+    where = f"{target.device} ({_short(target.dtype)}), draft {draft.device} ({_short(draft.dtype)})"
+    kinds = {target.device.type, draft.device.type}
+    if "cpu" in kinds and len(kinds) > 1:
+        return Check("devices", WARNING, f"{where}: one model is on the CPU")
+    if kinds == {"cpu"}:
+        return Check("devices", WARNING, f"{where}: no GPU, so a pass over many tokens costs more than one over one")
+    return Check("devices", OK, where)
+
+
+def _memory(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
+    weights = sum(p.numel() * p.element_size() for model in (target, draft) for p in model.parameters())
+    cache = sum(map(_cache_bytes, (target, draft))) * CACHE_TOKENS
+    if target.device.type == "cuda":
+        free = torch.cuda.mem_get_info(target.device)[0]
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return Check("memory", OK, f"weights {_gib(weights)}; caches of {CACHE_TOKENS} tokens {_gib(cache)}")
+    found = f"weights {_gib(weights)}; caches of {CACHE_TOKENS} tokens {_gib(cache)}; free {_gib(free)}"
+    return Check("memory", OK if free > cache else WARNING, found)
+
+
+def _cache_bytes(model: PreTrainedModel) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- conclusions
+
+
+def _conclude(checks: list[Check], agreements: Sequence[Agreement], measurement: Measurement, runtime: str) -> Report:
+    costs, plain = measurement.costs, measurement.plain
+    ranked = rank(agreements, costs, runtime=runtime)
+    rows = [_row(name, measurement, plain) for name in ("autoregressive", "vanilla", "pearl", "specbranch")]
+    for policy in ("vanilla", "pearl", "specbranch"):
+        best = next(each for each in ranked if each.config.policy == policy)
+        rows.append(Row(f"{policy}, best", best.config.to_dict(), *_speeds(best, plain)))
+    alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
+    verdict, worthwhile = _verdict(ranked[0], alone, plain)
+    return Report(
+        checks=checks,
+        verdict=verdict,
+        agreement=_agreement(agreements),
+        costs={
+            "target_pass_ms": 1e3 * costs.target_pass,
+            "target_token_ms": 1e3 * costs.target_token,
+            "draft_step_ms": 1e3 * costs.draft_step,
+            "draft_branch_ms": 1e3 * costs.draft_branch,
+            "speed_ratio": costs.speed_ratio,
+            "hidden": costs.hidden,
+        },
+        plain=plain,
+        policies=rows,
+        recommended=ranked[0].config.to_dict() if worthwhile else None,
+        prediction_error=measurement.error,
+    )
+
+
+def _row(name: str, measurement: Measurement, plain: float) -> Row:
+    predicted = measurement.predicted[name]
+    settings = measurement.settings[name].to_dict()
+    return Row(name, settings, predicted, predicted / plain, measurement.measured[name])
+
+
+def _speeds(ranked: Ranked, plain: float) -> tuple[float, float]:
+    speed = ranked.prediction.tokens_per_second
+    return speed, speed / plain
+
+
+def _verdict(best: Ranked, alone: float, plain: float) -> tuple[str, bool]:
+    speed = best.prediction.tokens_per_second
+    ratio = speed / max(alone, plain)
+    over = f"{ratio:.2f}x the speed of decoding without a draft ({max(alone, plain):.0f} tokens a second)"
+    if ratio >= NOTICEABLE:
+        return f"Worth it: {best.config.policy} is predicted to reach {speed:.0f} tokens a second, {over}.", True
+    if ratio >= 1:
+        return f"Hardly worth it: the best settings are predicted to reach {over}.", True
+    return (
+        f"Not worth it here: speculation would be slower, {over} at its best. Use plain generate(), a faster draft, or "
+        f"one that agrees more often.",
+        False,
+    )
+
+
+def _agreement(agreements: Sequence[Agreement]) -> dict[str, float]:
+    sure = [value for agreement in agreements for value in agreement.confidence]
+    rank = [value for agreement in agreements for value in agreement.rank]
+    right = [value for value, place in zip(sure, rank) if place == 0]
+    wrong = [value for value, place in zip(sure, rank) if place != 0]
+    return {
+        "tokens": len(rank),
+        "first": len(right) / len(rank),
+        "in_four": sum(0 <= place < 4 for place in rank) / len(rank),
+        "confidence_when_right": sum(right) / len(right) if right else 0.0,
+        "confidence_when_wrong": sum(wrong) / len(wrong) if wrong else 0.0,
+    }

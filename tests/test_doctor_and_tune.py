@@ -1,0 +1,188 @@
+"""Doctor and tune: what they measure, predict and recommend."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specbranch import SpecBranchConfig, specbranch
+from hf_specbranch.cli import app
+from hf_specbranch.doctor import FAILED, check_everything, examine
+from hf_specbranch.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
+from hf_specbranch.step_costs import _fit, _Run
+from hf_specbranch.tune import POLICIES, rank, tune, tuning_generations
+
+from .models import VOCABULARY, attached, llama, prompt
+from .tokens import letter_tokenizer
+
+PROMPT = "abcdefg"
+COSTS = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0002, hidden=0.8)
+
+
+def states(checks):
+    return {check.name: check.state for check in checks}
+
+
+# ---- prices
+
+
+def test_costs_are_found_again_in_the_times_they_explain():
+    torch.manual_seed(0)
+    sure = torch.rand(200)
+    rank = torch.where(torch.rand(200) < sure, 0, torch.randint(-1, 4, (200,)))
+    agreement = Agreement(tuple(sure.tolist()), tuple(rank.tolist()), candidates=4)
+    price = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0003)
+    runs = []
+    for policy in ("autoregressive", "vanilla", "pearl", "specbranch"):
+        for gamma in (2, 8):
+            rounds = replay(agreement, SpecBranchConfig(policy=policy, max_draft_length=gamma))
+            runs.append(_Run(rounds, price.seconds(rounds)))
+    found = _fit(runs)
+    for name in ("target_pass", "target_token", "draft_step", "draft_branch"):
+        assert getattr(found, name) == pytest.approx(getattr(price, name), rel=1e-4)
+
+
+# ---- ranking
+
+
+def test_a_draft_that_is_never_right_gets_the_shortest_length():
+    hopeless = Agreement((0.9,) * 60, (ABSENT,) * 60, candidates=8)
+    best = rank([hopeless], COSTS, ["vanilla"])[0]
+    assert best.config.max_draft_length == 1 and best.prediction.speedup < 1
+
+
+def test_a_draft_that_is_always_right_gets_the_longest_that_is_hidden():
+    perfect = Agreement((0.95,) * 200, (0,) * 200, candidates=8)
+    best = rank([perfect], COSTS.on_gpus(2))[0]
+    assert best.config.draft_length >= 8 and best.prediction.speedup > 5 and best.config.overlap
+
+
+def test_overlap_is_switched_off_where_it_hides_nothing():
+    some = Agreement((0.5,) * 60, (0, 0, ABSENT) * 20, candidates=8)
+    ranked = rank([some], StepCosts(target_pass=0.01, draft_step=0.001, hidden=0.0))
+    assert not any(each.config.overlap for each in ranked)
+    assert {each.config.policy for each in ranked} == set(POLICIES)
+
+
+# ---- the doctor
+
+
+@pytest.fixture(scope="module")
+def report(target, draft):
+    tokenizer, ticks = letter_tokenizer(VOCABULARY), []
+    found = examine(attached(target), draft, tokenizer, tokenizer, [PROMPT], 10, tick=lambda: ticks.append(1))
+    assert len(ticks) > 10
+    return found
+
+
+def test_the_doctor_measures_and_predicts_every_policy(report):
+    assert report.usable and set(states(report.checks)) == {
+        "models", "vocabulary", "tokenizers", "attention", "devices", "memory",
+    }  # fmt: skip
+    names = [row.name for row in report.policies]
+    assert names[:4] == ["autoregressive", "vanilla", "pearl", "specbranch"] and "specbranch, best" in names
+    assert all(row.predicted > 0 and row.ratio > 0 for row in report.policies)
+    assert all(row.measured > 0 for row in report.policies[:4])
+    assert report.costs["target_pass_ms"] > 0 and 0 <= report.costs["hidden"] <= 1
+    json.dumps(report.to_dict())
+
+
+def test_the_best_settings_are_predicted_no_slower_than_the_defaults(report):
+    speed = {row.name: row.predicted for row in report.policies}
+    assert speed["vanilla, best"] >= speed["vanilla"] * 0.999
+
+
+def test_the_doctor_says_plainly_when_speculation_is_slower(target, stranger):
+    tokenizer = letter_tokenizer(VOCABULARY)
+    report = examine(attached(target), stranger, tokenizer, tokenizer, [PROMPT], 8)
+    assert report.recommended is None and report.verdict.startswith("Not worth it here: speculation would be slower")
+
+
+def test_another_vocabulary_ends_the_examination(target):
+    foreign = llama(seed=1, vocabulary=64)
+    report = examine(attached(target), foreign, letter_tokenizer(VOCABULARY), letter_tokenizer(64), [PROMPT])
+    assert not report.usable and "This pair cannot be used: " in report.verdict and not report.policies
+
+
+def test_tokenizers_that_differ_are_found_out(target, draft):
+    ours = letter_tokenizer(VOCABULARY)
+    theirs = letter_tokenizer(VOCABULARY)
+    theirs.add_tokens(["extra"])
+    assert states(check_everything(target, draft, ours, theirs))["tokenizers"] == FAILED
+
+
+def test_a_model_whose_attention_takes_no_mask_is_found_out(target, draft):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)).eval()
+    tokenizer = letter_tokenizer(VOCABULARY)
+    assert states(check_everything(bloom, draft, tokenizer, tokenizer))["attention"] == FAILED
+
+
+# ---- tune
+
+
+@pytest.mark.slow
+def test_tuning_measures_the_best_of_each_policy_and_the_defaults(target, draft):
+    ticks = []
+    model = attached(target)
+    found = tune(model, draft, [prompt()], 12, finalists=3, repeats=1, tick=lambda: ticks.append(1))
+    assert {trial.config.policy for trial in found.trials} == set(POLICIES)
+    assert SpecBranchConfig() in [trial.config for trial in found.trials]
+    assert found.best == max(found.trials, key=lambda trial: trial.measured).config
+    assert len(ticks) <= tuning_generations(1, finalists=3, repeats=1, policies=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, target, draft):
+    """The small pair on disk, as commands want it."""
+    where = tmp_path_factory.mktemp("pair")
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(where / name)
+        letter_tokenizer(VOCABULARY).save_pretrained(where / name)
+    (where / "prompts.jsonl").write_text('{"id": "1", "prompt": "abcdefg"}\n')
+    return where
+
+
+def run(folders, command, *more):
+    pair = ["--target", folders / "target", "--draft", folders / "draft", "--prompts", folders / "prompts.jsonl"]
+    arguments = [command, *pair, "--max-new-tokens", 8, *more]
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders, tmp_path, target, draft):
+    out = tmp_path / "tuned.json"
+    said = run(folders, "tune", "--out", out, "--policy", "vanilla", "--finalists", 1, "--repeat", 1, "--json")
+    answer = json.loads(said.stdout)
+    best = SpecBranchConfig.from_json_file(out)
+    assert answer["best"] == best.to_dict() and best.policy == "vanilla"
+    model = attached(target)
+    model.generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft, specbranch=out)
+    assert model.specbranch_stats.policy == "vanilla"
+    pair = ["--target", str(folders / "target"), "--draft", str(folders / "draft")]
+    asked = ["generate", "abc", *pair, "--config", str(out), "--max-new-tokens", "4", "--json"]
+    assert json.loads(CliRunner().invoke(app, asked).stdout)["stats"]["policy"] == "vanilla"
+
+
+@pytest.mark.slow
+def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    said = run(folders, "doctor")
+    worth = "Worth it" in said.stdout or "Hardly worth it" in said.stdout
+    assert said.exit_code == (0 if worth else 3)
+    assert max(map(len, said.stdout.splitlines())) <= 60
+    for expected in ("plain generate()", "specbranch, best", "first choice", "target pass takes"):
+        assert expected in " ".join(said.stdout.split())
+
+
+def test_the_command_doctor_speaks_json(folders):
+    said = run(folders, "doctor", "--json")
+    answer = json.loads(said.stdout)
+    assert answer["usable"] and said.exit_code == (3 if answer["recommended"] is None else 0)
+
+
+def test_recording_works_on_an_attached_model_too(target, draft):
+    alone = record_agreement(target, draft, prompt(), 10)
+    assert record_agreement(specbranch(attached(target), draft=draft), draft, prompt(), 10) == alone
