@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, jit, multiprocessors, power_of_two, runs, tl, triton
+from .backend import Value, constexpr, jit, multiprocessors, power_of_two, runs, tl, triton, varying
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
-STAGES = 4  # blocks of keys and values under way at the same time
+STAGES = 5  # of the pipeline; two blocks are then under way, since where a block lies is itself read
 
 
 class Blocks(NamedTuple):
@@ -61,7 +61,7 @@ def attend(
         >>> attend(query, cache, cache, torch.ones(1, 1, 3, 100, dtype=torch.bool), scaling=0.125).shape
         torch.Size([1, 3, 4, 64])
     """
-    if not _fits(query, key, value, mask):
+    if not fits(query, key, value, mask):
         return attend_reference(query, key, value, mask, scaling, softcap, sinks)
     rows, heads, queries, size = query.shape
     key_heads, slots = key.shape[1], key.shape[2]
@@ -80,7 +80,7 @@ def attend(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
         TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=4,
-        num_stages=1 if query.dtype == torch.float32 else STAGES if size <= 128 else 2,
+        num_stages=1 if query.dtype == torch.float32 else STAGES,
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
     _combine_kernel[(rows * heads * queries,)](
@@ -99,18 +99,18 @@ def attend_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `attend` computes, in plain torch: float32 throughout, rounded once at the end."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (states.float().repeat_interleave(groups, dim=1) for states in (key, value))
-    scores = query.float() @ key.transpose(2, 3) * scaling
+    """What `attend` computes, in plain torch: at least float32 throughout, rounded once at the end."""
+    groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    key, value = (states.to(wide).repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query.to(wide) @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-        scores = scores if mask.dtype == torch.bool else scores + mask.float()
+        scores = scores if mask.dtype == torch.bool else scores + mask
         scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # NaN where nothing is seen
     return (weights @ value).transpose(1, 2).to(query.dtype)
@@ -149,7 +149,8 @@ def _mask_kind(mask: Tensor | None) -> int:
     return 0 if mask is None else 1 if mask.dtype == torch.bool else 2
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel can take these."""
     return (
         runs(query, key, value)
         and query.shape[2] <= MOST_QUERIES
@@ -170,7 +171,7 @@ def _visible(mask: Value, MASK: constexpr) -> Value:
         return mask.to(tl.float32) > lowest
 
 
-@jit
+@varying("queries", "blocks")
 def _use_kernel(
     mask: Value,
     used: Value,
@@ -194,7 +195,7 @@ def _use_kernel(
     tl.store(used + row * blocks + block, tl.max(tl.max(_visible(seen, MASK).to(tl.int32), 1), 0))
 
 
-@jit
+@varying("blocks")
 def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
@@ -204,7 +205,7 @@ def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK:
     tl.store(count + row, tl.sum(wanted, 0))
 
 
-@jit
+@varying("key_heads", "group", "queries", "splits", "blocks")
 def _split_kernel(
     query: Value,
     key: Value,
@@ -302,7 +303,7 @@ def _split_kernel(
     tl.store(partial + target[:, None] * size + lane[None, :], result, mask=real[:, None] & lane_inside[None, :])
 
 
-@jit
+@varying("heads", "queries", "splits")
 def _combine_kernel(
     partial: Value,
     maxima: Value,

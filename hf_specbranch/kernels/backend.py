@@ -30,7 +30,15 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def jit(kernel: Callable[..., None]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton (it is not called then)."""
-    return kernel if triton is None else triton.jit(kernel)
+    return varying()(kernel)
+
+
+def varying(*names: str) -> Callable[[Callable[..., None]], Any]:
+    """`jit` for a kernel some of whose integers change from call to call.
+
+    Triton compiles a kernel anew for integers that are 1 and for those that 16 divides; these are exempt.
+    """
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=names)
 
 
 def runs(*tensors: Tensor | None) -> bool:

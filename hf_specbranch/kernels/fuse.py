@@ -6,7 +6,7 @@ Both leave the model as transformers knows it: the same modules, the same parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -49,6 +49,7 @@ class Recipe(NamedTuple):
     shared: Shared
     forwards: dict[nn.Module, Forward]
     attention: str  # the implementation to ask for
+    readers: list[Sequence[nn.Linear]]  # products whose weights may be joined
 
 
 _RECIPES: WeakKeyDictionary[PreTrainedModel, Recipe] = WeakKeyDictionary()
@@ -72,7 +73,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo = fuse(target)
         >>> undo()
     """
-    groups = _groups(model)
+    groups = [group for layers in _readers_of_one_input(model) for group in _weights_and_biases(layers)]
     freed = 0
     for group in groups:
         if join(group):
@@ -107,11 +108,14 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         >>> with torch.no_grad(), fused(target):
         ...     logits = target(torch.tensor([[1, 2, 3]])).logits
     """
+    if torch.is_autocast_enabled(model.device.type):  # dtypes then follow rules of their own
+        yield model
+        return
     register()
     config = model.config.get_text_config(decoder=True)
     implementation = config._attn_implementation
     recipe = _recipe(model, implementation)
-    recipe.shared.weights = _weights(model)
+    recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
         one_pass.begin()
         stack.callback(one_pass.end)
@@ -139,7 +143,8 @@ def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
     if recipe is None or recipe.structure != structure:
         shared = Shared()
         forwards = recognise(model, shared, implementation == "sdpa")
-        recipe = Recipe(structure, shared, forwards, _attention(model, implementation))
+        attention = _attention(model, implementation)
+        recipe = Recipe(structure, shared, forwards, attention, _readers_of_one_input(model))
         _forget(shared)
         _RECIPES[model] = recipe
     return recipe
@@ -178,32 +183,27 @@ def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
     return []
 
 
-def _groups(model: PreTrainedModel) -> list[list[nn.Parameter]]:
-    """Weights, and biases, that belong in one storage."""
-    groups: list[list[nn.Parameter]] = []
-    for module in model.modules():
-        if looks_like_attention(module):
-            layers = attention_inputs(module)
-        elif looks_like_mlp(module):
-            layers = mlp_inputs(module)
-        else:
-            continue
-        if len(layers) > 1:
-            groups.append([layer.get_parameter("weight") for layer in layers])
-            if layers[0].bias is not None:
-                groups.append([layer.get_parameter("bias") for layer in layers])
-    return groups
+def _readers_of_one_input(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
+    """The products that could be one: q, k and v, gate and up."""
+    readers = [attention_inputs(module) for module in model.modules() if looks_like_attention(module)]
+    readers += [mlp_inputs(module) for module in model.modules() if looks_like_mlp(module)]
+    return [layers for layers in readers if len(layers) > 1]
 
 
-def _weights(model: PreTrainedModel) -> dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]:
+def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
+    """Parameters that belong in one storage."""
+    names = ("weight",) if layers[0].bias is None else ("weight", "bias")
+    return [[layer.get_parameter(name) for layer in layers] for name in names]
+
+
+def _weights(
+    model: PreTrainedModel, readers: list[Sequence[nn.Linear]]
+) -> dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]:
     """All weights by shape, joint ones as one."""
-    groups = _groups(model)
-    wholes = [whole for group in groups if (whole := joined(group)) is not None]
+    wholes = [whole for layers in readers if (whole := joined([layer.weight for layer in layers])) is not None]
     weights: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-    singles = [module.weight for module in model.modules() if type(module) is nn.Linear]
-    for weight in (*wholes, *singles):
-        if weight.dim() == 2:
-            weights.setdefault((weight.shape, weight.dtype), []).append(weight.detach())
+    for weight in (*wholes, *(module.weight for module in model.modules() if type(module) is nn.Linear)):
+        weights.setdefault((weight.shape, weight.dtype), []).append(weight.detach())
     return weights
 
 

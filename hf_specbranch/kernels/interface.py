@@ -15,8 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention import MOST_QUERIES, Blocks, attend, attend_reference, blocks_in_use
-from .backend import runs
+from .attention import Blocks, attend, attend_reference, blocks_in_use, fits
 
 NAME = "specbranch"
 UNCAPPED = "specbranch_uncapped"  # in place of an implementation that ignores `softcap` and `s_aux`
@@ -37,14 +36,14 @@ def specbranch_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it.
 
-    A few queries under an explicit mask go to the split kernel. Long prompts go to sdpa. A sliding window is in the
-    mask already.
+    A few queries under an explicit mask go to the split kernel. Long prompts, and what it cannot take, go to sdpa. A
+    sliding window is in the mask already.
 
     Returns:
         [B, Q, Hq, D] and None: no weights are kept.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.shape[2] <= MOST_QUERIES and attention_mask is not None and dropout == 0:
+    if attention_mask is not None and dropout == 0 and fits(query, key, value, attention_mask):
         blocks = _blocks(attention_mask, query, key)
         return attend(query, key, value, attention_mask, scaling, softcap, s_aux, blocks), None
     if softcap is None and s_aux is None:
@@ -90,7 +89,7 @@ one_pass = _OnePass()
 
 
 def _blocks(mask: Tensor, query: Tensor, key: Tensor) -> Blocks | None:
-    if not one_pass.active or not runs(query):
+    if not one_pass.active:
         return None
     name = id(mask), query.shape[-1]
     held, blocks = one_pass.known.get(name, (None, None))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, jit, runs, tl, triton
+from .backend import Value, constexpr, runs, tl, triton, varying
 
 MOST_ROWS = 32
 
@@ -128,7 +128,7 @@ def measure(weights: Sequence[Tensor], rows: int, plan: Plan | None) -> float:
     return min(times) / calls / 1e3
 
 
-@jit
+@varying("rows")
 def _product_kernel(
     x: Value,
     weight: Value,
@@ -167,7 +167,7 @@ def _product_kernel(
     tl.store(target + place, result.to(target.dtype.element_ty), mask=real & (column < columns)[None, :])
 
 
-@jit
+@varying("rows")
 def _sum_kernel(
     parts: Value,
     bias: Value,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, jit, power_of_two, runs, tl
+from .backend import Value, constexpr, jit, power_of_two, runs, tl, varying
 from .norm import PLAIN, NormForm, rms_norm_reference
 
 
@@ -111,8 +111,8 @@ def _rotary_in_steps(
         return query, key
     assert value is not None
     rows = torch.arange(key.shape[0], device=key.device)[:, None]
-    slots.keys[rows, :, slots.places] = key.transpose(1, 2)
-    slots.values[rows, :, slots.places] = value.transpose(1, 2)
+    slots.keys[rows, :, slots.places] = key.transpose(1, 2).to(slots.keys.dtype)
+    slots.values[rows, :, slots.places] = value.transpose(1, 2).to(slots.values.dtype)
     return query, None
 
 
@@ -135,7 +135,10 @@ def _fits(
     return runs(*used) and all(tensor.stride(-1) == 1 for tensor in used if tensor is not None)
 
 
-@jit
+@varying(
+    "tokens", "heads", "key_heads", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row", "sin_token",
+    "out_row", "out_head", "keys_row", "values_row", "index_row",
+)  # fmt: skip
 def _rotary_kernel(
     query: Value,
     key: Value,
