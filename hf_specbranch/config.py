@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
-RUNTIMES = ("auto", "eager", "graph")
+RUNTIMES = ("auto", "eager", "graph", "compile")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
 
@@ -32,8 +32,9 @@ class SpecBranchConfig:
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
-        runtime: "eager" runs ordinary forwards, "graph" replays forwards captured as CUDA graphs; "auto" takes
-            graphs on CUDA and ordinary forwards elsewhere.
+        runtime: "eager" runs ordinary forwards; "graph" replays stages captured as CUDA graphs; "compile" the same,
+            with the models' layers compiled first (a slower start, faster passes); "auto" takes graphs on CUDA and
+            ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by

@@ -20,6 +20,8 @@ class SpecBranchStats:
     """
 
     policy: str = ""
+    runtime: str = ""  # what ran the target: "eager", "graph" or "compile"
+    slowed_by: str = ""  # why rounds were driven step by step from the host although graphs were there; else empty
     new_tokens: int = 0
     target_forwards: int = 0  # the prefill is one of them
     draft_forwards: int = 0

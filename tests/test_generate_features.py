@@ -373,9 +373,9 @@ def test_autocast_is_inherited(overlap, target, draft, monkeypatch):
 
     seen, judge = [], Judge.__call__
 
-    def watch(self, logits, chain, branches):
-        seen.append(logits.dtype)
-        return judge(self, logits, chain, branches)
+    def watch(self, step, *drafted):
+        seen.append(step.logits.dtype)
+        return judge(self, step, *drafted)
 
     monkeypatch.setattr(Judge, "__call__", watch)
     model = attached(target)

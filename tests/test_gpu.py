@@ -57,6 +57,63 @@ def test_every_family_runs_under_graphs_or_falls_back(family):
     kwargs = {**inputs, "max_new_tokens": 24, "do_sample": False}
     got = model.generate(**kwargs, assistant_model=draft, specbranch=config(epsilon=0.05, runtime="graph"))
     assert torch.equal(got, plain.generate(**kwargs))
+    torch.rand(1, device="cuda")  # an attempt to capture must leave the random state usable
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypatch):
+    from hf_specbranch.decoding import loop
+    from hf_specbranch.runners.mail import Inbox
+
+    model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
+    kwargs = {**to_gpu(prompt()), "max_new_tokens": 40, "do_sample": False, "assistant_model": draft}
+    settings = config(policy, runtime="graph")
+    for _ in range(2):  # first stages are captured, then some that the first text did not need
+        model.generate(**kwargs, specbranch=settings)
+    read_prompt, read = loop.read_prompt, Inbox.read
+
+    def then_forbid_waiting(parts):
+        feedback = read_prompt(parts)
+        waits.clear()
+        torch.cuda.set_sync_debug_mode("error")
+        return feedback
+
+    def count(self):
+        waits.append(1)
+        return read(self)
+
+    monkeypatch.setattr(loop, "read_prompt", then_forbid_waiting)
+    monkeypatch.setattr(Inbox, "read", count)
+    try:
+        model.generate(**kwargs, specbranch=settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == model.specbranch_stats.target_forwards - 1
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 20, "eos_token_id": list(range(8, 30))},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "do_sample": True},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_common_processors_run_inside_captured_stages(extra, target, draft):
+    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
+    kwargs = {"max_new_tokens": 40, "do_sample": False, **extra}
+    for seed in range(2):
+        inputs = to_gpu(prompt(2, length=6 + 3 * seed, seed=seed))
+        torch.manual_seed(seed)
+        got = model.generate(**inputs, **kwargs, assistant_model=draft, specbranch=config(runtime="graph"))
+        assert not model.specbranch_stats.slowed_by
+        if not kwargs["do_sample"]:
+            assert torch.equal(got, plain.generate(**inputs, **kwargs))
+            continue
+        torch.manual_seed(seed)  # warm graphs give the same text as those just captured
+        again = model.generate(**inputs, **kwargs, assistant_model=draft, specbranch=config(runtime="graph"))
+        assert torch.equal(got, again)
 
 
 def test_a_cache_that_outgrows_its_graphs_captures_them_again():

@@ -63,12 +63,11 @@ def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
     """Discarding drawn tokens by what was seen of them, and drawing anew, is biased; the test must see it."""
     honest, head = drafter_module.Drafter._cut, balanced_head("drafted tokens alone")
 
-    def discard(self):
-        kept, line = honest(self), self.line
-        for b in self.rows:
-            if self.survived[b] and kept[b] == 0 and line.length[b]:
-                line.length[b], line.known[b] = 0, False
-                self.fed[b] = min(self.fed[b], line.start[b] - 1)
+    def discard(self, features):
+        kept, line = honest(self, features), self.line
+        held = self.survived & (kept == 0) & (line.length > 0)
+        line.end.copy_(torch.where(held, line.start, line.end))
+        line.fed.copy_(torch.where(held, torch.minimum(line.fed, line.start - 1), line.fed))
         return kept
 
     monkeypatch.setattr(drafter_module.Drafter, "_cut", discard)

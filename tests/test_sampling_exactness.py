@@ -127,7 +127,7 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting):
-    honest = judge_module.Judge.__call__
+    honest = judge_module.Judge.verdict
 
     def greedy_at_the_fork(self, logits, chain, branches):
         verdict, scores = honest(self, logits, chain, branches)
@@ -137,22 +137,19 @@ def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting
         token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], verdict.token)
         return verify.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
 
-    monkeypatch.setattr(judge_module.Judge, "__call__", greedy_at_the_fork)
+    monkeypatch.setattr(judge_module.Judge, "verdict", greedy_at_the_fork)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
 def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkeypatch):
     honest = drafter_module.Drafter._draft_stage
 
-    def cut_unlikely_tokens(self, room):
-        honest(self, room)
-        line = self.line
-        for b in self.rows:
-            for j in range(line.length[b]):
-                column = line.start[b] + j
-                if line.scores[b, column % line.ring, line.ids[b, column]] < 0.5:
-                    line.length[b] = j
-                    break
+    def cut_unlikely_tokens(self, *going):
+        honest(self, *going)
+        line, longest = self.line, self.gamma
+        chosen = line.first_scores(longest).gather(2, line.tokens(longest)[:, :, None])[:, :, 0]
+        likely = (chosen >= 0.5).long().cumprod(1).sum(1)
+        line.end.copy_(line.start + torch.minimum(likely, line.length))
 
     monkeypatch.setattr(drafter_module.Drafter, "_draft_stage", cut_unlikely_tokens)
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
@@ -162,13 +159,12 @@ def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
     """What a cut must not do: throw drawn tokens away because of what was drawn, and draw anew."""
     honest = drafter_module.Drafter._cut
 
-    def redraw(self):
-        honest(self)
+    def redraw(self, features):
+        honest(self, features)
         line = self.line
-        for b in self.rows:
-            if self.survived[b] and line.length[b] and int(line.ids[b, line.start[b]]) % 2 == 1:
-                line.length[b], line.known[b] = 0, False
-                self.fed[b] = min(self.fed[b], line.start[b] - 1)
+        odd = self.survived & (line.length > 0) & (line.tokens(1)[:, 0] % 2 == 1)
+        line.end.copy_(torch.where(odd, line.start, line.end))
+        line.fed.copy_(torch.where(odd, torch.minimum(line.fed, line.start - 1), line.fed))
         return line.length
 
     monkeypatch.setattr(drafter_module.Drafter, "_cut", redraw)

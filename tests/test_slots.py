@@ -35,11 +35,11 @@ def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, sl
     points = []
     grow = Drafter._grow
 
-    def watch(self, point, tokens):
+    def watch(self, shown):
         first = len(slots_written)
-        grow(self, point, tokens)
+        grow(self, shown)
         used = torch.cat([slots.flatten() for _, slots, _ in slots_written[first:]])
-        points.append(len({int(slot) for slot in used if slot >= point[0]}))
+        points.append(len({int(slot) for slot in used if slot >= self.point[0]}))
 
     monkeypatch.setattr(Drafter, "_grow", watch)
     settings = config("specbranch", gamma=gamma, k=k, epsilon=0.9, overlap=False)
@@ -63,26 +63,21 @@ def test_a_query_never_sees_a_slot_of_another_branch(target, stranger, slots_wri
             assert not visible[0, query, siblings].any()
 
 
-def test_the_prefix_is_stored_once_for_all_branches(target, stranger):
-    model = attached(target)
-    captured = []
-    from hf_specbranch.decoding import engine
+def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatch):
+    from hf_specbranch.decoding.drafter import Drafter
 
-    original = engine._make_drafter
+    drafters, prefill = [], Drafter.prefill
 
-    def capture(*args):
-        captured.append(original(*args))
-        return captured[-1]
+    def watch(self):
+        drafters.append(self)
+        prefill(self)
 
-    engine._make_drafter = capture
-    try:
-        settings = config("specbranch", gamma=4, k=4, epsilon=0.9)
-        model.generate(
-            **prompt(length=100), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings
-        )
-    finally:
-        engine._make_drafter = original
-    layer = captured[0].model.runner.cache.layers[0]
+    monkeypatch.setattr(Drafter, "prefill", watch)
+    settings = config("specbranch", gamma=4, k=4, epsilon=0.9)
+    attached(target).generate(
+        **prompt(length=100), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings
+    )
+    layer = drafters[0].model.runner.cache.layers[0]
     assert layer.keys.shape[0] == 1  # one row, whatever the number of branches
     assert layer.keys.shape[2] == BUCKET  # 100 + 30 + 4 * 4 slots fit the first bucket
 

@@ -2,252 +2,296 @@
 
 A chain is the part of the line that is sent to the target; a cut decides how much is sent, and throws nothing
 away. That is what keeps drawn drafts exact: a token once drawn stays the candidate until the target gets to it.
+
+Everything is a stage on a desk. Where shapes are fixed, every step of a stage is taken, and rows that need it no more
+write where nobody reads; elsewhere the stage asks the device, and leaves out what is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from ..runners.desk import Desk
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
-from .hooks import DraftState, HookList
-from .ledger import Drafted, settle
+from .hooks import HookList
 from .line import Line
 from .policies import Policy
-from .records import Branches, Chain, Outcome
+from .records import Branches, Chain, Feedback
 from .siblings import Siblings
 from .verify import NONE
 
 
 class NoDrafter:
-    """The draft's side of a method that drafts nothing."""
+    """The draft's side of a method that drafts nothing.
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows, self.device = rows, device
+    Args:
+        nothing: an empty chain and no branches.
+    """
+
+    depth, serial = 0, NONE
+
+    def __init__(self, nothing: tuple[Chain, Branches]) -> None:
+        self.nothing, self.device = nothing, nothing[0].length.device
 
     def prefill(self) -> None: ...
 
-    def draft(self, room: list[int]) -> Chain:
-        return Chain.empty(self.rows, self.device)
+    def draft(self, feedback: Feedback, reached: int) -> Chain:
+        return self.nothing[0]
 
-    def branch(self) -> Branches:
-        return Branches.none(self.rows, self.device)
+    def branch(self, reached: int) -> Branches:
+        return self.nothing[1]
 
-    def follow(self, outcomes: Sequence[Outcome], features: Tensor | None) -> None: ...
+    def drafted(self) -> Tensor:
+        return torch.zeros((self.nothing[0].length.shape[0], 4), dtype=torch.long, device=self.device)
 
 
 class Drafter:
     """Drafts for a batch of rows.
 
     Args:
+        desk: where the memory comes from and the stages run.
         model: the draft model.
         line: the line it extends, the prompt in place.
         policy: what to draft.
         gamma: the most tokens drafted in one go.
+        branches: the most branches at a branch point.
         hooks: the decisions where to stop, how wide to fork and how much to keep.
-        generator: draws drafts from the draft's distribution; None takes its likeliest tokens.
+        limit: the longest a text may get.
         stats: where to count.
     """
 
     def __init__(
         self,
+        desk: Desk,
         model: DraftModel,
         line: Line,
         policy: Policy,
         gamma: int,
+        branches: int,
         hooks: HookList,
-        generator: torch.Generator | None,
+        limit: int,
         stats: SpecBranchStats,
     ) -> None:
-        self.model, self.line, self.device, self.rows = model, line, line.device, line.rows
-        self.policy, self.gamma, self.depth = policy, gamma, policy.depth(gamma)
-        self.hooks, self.generator, self.stats = hooks, generator, stats
-        self.fed = [0 for _ in self.rows]  # columns whose keys and values are in the cache
-        self.chain_length = [0 for _ in self.rows]  # the part of the line the target is looking at
-        self.width = [0 for _ in self.rows]  # branches opened behind it
-        self.ahead = [False for _ in self.rows]  # rows that draft past it
-        self.survived = [False for _ in self.rows]  # the line outlived a verdict and has not been cut yet
-        self.fresh = [False for _ in self.rows]  # the line comes straight from the draft stage
-        self.siblings: Siblings | None = None
-        self.features: Tensor | None = None
+        self.desk, self.model, self.line, self.policy, self.hooks, self.stats = desk, model, line, policy, hooks, stats
+        self.device, self.serial = line.device, desk.serial
+        self.gamma, self.depth, self.branches = gamma, policy.depth(gamma), branches
+        self.siblings = Siblings(desk, line, model, branches - 1, self.depth)
+        self.prompt_length = int(line.end[0])
+        rows = line.count
+        self.limit = desk.tensor("limit", (1,)).fill_(limit)
+        self.chain_tokens = desk.tensor("chain.tokens", (rows, gamma))
+        self.chain_length = desk.tensor("chain.length", (rows,))
+        self.point = desk.tensor("point", (rows,))  # the branch point's column
+        self.branch_tokens = desk.tensor("branches.tokens", (rows, branches))
+        self.width = desk.tensor("branches.width", (rows,))
+        self.ahead = desk.tensor("ahead", (rows,), torch.bool)  # rows that draft past the chain
+        self.survived = desk.tensor("survived", (rows,), torch.bool)  # the line outlived a verdict
+        self.fresh = desk.tensor("fresh", (rows,), torch.bool)  # the line comes straight from the draft stage
+        self.count = desk.tensor("count", (rows,))  # tokens drafted in this round
+        self.chain_scores = self.branch_scores = None
+        if line.generator is not None:
+            self.chain_scores = desk.tensor("chain.scores", (rows, gamma, model.vocabulary), torch.float32)
+            self.branch_scores = desk.tensor("branches.scores", (rows, model.vocabulary), torch.float32)
 
     def prefill(self) -> None:
         """Read the prompt."""
-        end = self.line.end
-        if end[0] > 0:
-            logits = self.model.prefill(self.line.ids[:, : end[0]])
-            self._take_in(logits, end, [True for _ in self.rows])
+        if self.prompt_length > 0:
+            self.model.prefill(self.line.ids[:, : self.prompt_length])
+            self.line.fed.fill_(self.prompt_length)
 
-    def draft(self, room: list[int]) -> Chain:
+    def draft(self, feedback: Feedback, reached: int) -> Chain:
         """The chain for the next target pass: what is left of the line, or a newly drafted one.
 
         Args:
-            room: how many tokens each row may still gain; 0 where it is finished.
+            feedback: what the last verdict meant.
+            reached: the longest text of the batch.
         """
-        self.fresh = [False for _ in self.rows]
-        if self.policy.drafts_first:
-            self._draft_stage(room)
-        kept = self._cut()
-        self.survived = [False for _ in self.rows]
-        self.chain_length = [max(0, min(kept[b], self.gamma, room[b] - 1)) for b in self.rows]
-        self.ahead = [self.policy.drafts_ahead and room[b] > self.chain_length[b] + 1 for b in self.rows]
-        return self.line.chain(self.chain_length, with_scores=self.generator is not None)
+        shown = self._shown(reached)
+        begins = self.policy.drafts_first and feedback.line_ended
+        if begins and self.desk.fixed:
+            self.stats.draft_forwards += self.gamma
+        key = ("draft", feedback.moved, begins, feedback.features is None, shown)
+        self.desk.run(key, lambda: self._draft(feedback, begins, shown))
+        count = self.gamma if self.desk.fixed else int(self.chain_length.max())
+        scores = None if self.chain_scores is None else self.chain_scores[:, :count]
+        return Chain(self.chain_tokens[:, :count], self.chain_length, scores)
 
-    def branch(self) -> Branches:
+    def branch(self, reached: int) -> Branches:
         """Draft what may come after the chain, before the verdict on it is known."""
-        line, ahead, self.siblings = self.line, self.ahead, None
-        if not any(ahead):
-            self.width = [0 for _ in self.rows]
-            return Branches.none(len(self.rows), self.device)
-        at_end = [ahead[b] and line.length[b] == self.chain_length[b] for b in self.rows]
-        if any(at_end[b] and not line.known[b] for b in self.rows):
-            self._feed_line()
-        self.stats.num_draft_tokens += line.extend(at_end, self.generator)
-        point = self._point()
-        state = line.state(point)
-        self.width = self._fork_width(state)
-        tokens = line.branch_tokens(point)[:, : max(self.width)]
-        self._grow(point, tokens)
-        return Branches(tokens, line.tensor(self.width), state.scores)
+        if not self.policy.drafts_ahead:
+            return Branches(self.branch_tokens[:, :1], self.width, None)
+        if self.desk.fixed:
+            self.stats.draft_forwards += 1 + self.depth
+        shown = self._shown(reached)
+        self.desk.run(("branch", shown), lambda: self._branch(shown))
+        count = self.branches if self.desk.fixed else max(1, int(self.width.max()))
+        return Branches(self.branch_tokens[:, :count], self.width, self.branch_scores)
 
-    def follow(self, outcomes: Sequence[Outcome], features: Tensor | None) -> None:
-        """Take note of a verdict: where the text goes on, and which drafted line lives on there.
+    def drafted(self) -> Tensor:
+        """[B, 4] what stands drafted while the target looks at the chain; see `Report`."""
+        branches = self.width if self.policy.forks else torch.zeros_like(self.width)
+        return torch.stack([self.chain_length, self.line.length - self.chain_length, branches, self.count], dim=1)
 
-        Args:
-            outcomes: one a row.
-            features: [B, layers, H] target hidden states at the last verified position, if hooks want them.
-        """
-        self.features = features
-        for b, outcome in enumerate(outcomes):
-            drafted = Drafted(
-                chain=self.chain_length[b],
-                main=self.line.length[b] - self.chain_length[b],
-                branches=self.width[b] if self.policy.forks else 0,
-                depth=self.depth,
-            )
-            settle(self.stats, drafted, outcome)
-        self._follow_siblings(outcomes)
-        for b, outcome in enumerate(outcomes):
-            if outcome.complete and outcome.survivor == NONE:
-                self._diverge(b, outcome)
-            elif not (outcome.complete and outcome.survivor > 0):
-                self.line.start[b] += outcome.committed
-                self.line.length[b] -= outcome.committed
-            self.survived[b] = outcome.complete and outcome.survivor != NONE and not outcome.finished
-            if outcome.finished:
-                self.line.length[b] = 0
+    def _shown(self, reached: int) -> int:
+        """How many slots a stage reads, where that must not be asked of the device."""
+        if not self.desk.fixed:
+            return 0
+        needed = reached + self.line.reach + self.depth * self.branches
+        self.model.runner.reserve(self.line.count, needed)
+        return self.model.runner.bucket(needed)
 
     # ---- the draft stage
 
-    def _draft_stage(self, room: list[int]) -> None:
-        """Draft up to gamma tokens on the rows that have none, stopping where the hooks say so."""
+    def _draft(self, feedback: Feedback, begins: bool, shown: int) -> None:
+        self._follow(feedback)
         line = self.line
-        empty = [length == 0 for length in line.length]
-        going = [empty[b] and room[b] > 1 for b in self.rows]
+        room = torch.where(feedback.finished > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
+        empty = line.end == line.start
+        self.count.zero_()
+        if begins:
+            self._draft_stage(empty & (room > 1), room, shown)
+        self.fresh.copy_(empty & (line.end > line.start))
+        kept = self._cut(feedback.features)
+        self.chain_length.copy_(torch.minimum(kept, room - 1).clamp(min=0, max=self.gamma))
+        self.ahead.copy_(self.policy.drafts_ahead & (room > self.chain_length + 1))
+        self.survived.fill_(False)
+        self.width.zero_()
+        self.point.copy_(line.start + self.chain_length)
+        self.chain_tokens.copy_(line.tokens(self.gamma))
+        if self.chain_scores is not None:
+            self.chain_scores.copy_(line.first_scores(self.gamma))
+
+    def _draft_stage(self, going: Tensor, room: Tensor, shown: int) -> None:
+        """Draft up to gamma tokens on the rows that have none, stopping where the hooks say so."""
+        line, unfed = self.line, 2  # the target's own token, and one before it if the whole chain stood
         for step in range(self.gamma):
-            going = [going[b] and step < room[b] - 1 for b in self.rows]
-            if any(going[b] and not line.known[b] for b in self.rows):
-                self._feed_line()
-            if self.hooks.stoppers and any(going):
-                stopped = self.hooks.stop(line.state(line.end)).tolist()  # decides how long the stage is
-                going = [going[b] and not stopped[b] for b in self.rows]
-            if not any(going):
+            going = going & (room - 1 > step)
+            if self._nobody(going):
                 break
-            self.stats.num_draft_tokens += line.extend(going, self.generator)
-        self.fresh = [empty[b] and line.length[b] > 0 for b in self.rows]
+            if self.desk.fixed or self._anybody(going & (line.fed < line.end)):
+                self._feed_line(unfed, shown)
+                unfed = 1
+            if self.hooks.stoppers:
+                going = going & ~self.hooks.stop(line.state(line.end))
+                if self._nobody(going):
+                    break
+            line.extend(going)
+            self.count += going
 
-    def _feed_line(self) -> None:
-        """Feed what the cache has not seen of each row's line."""
-        end = self.line.end
-        count = max(1, max(end[b] - self.fed[b] for b in self.rows))
-        logits = self.model.read_line(self.line.ids, end, count)
-        self._take_in(logits, end, [True for _ in self.rows])
+    def _feed_line(self, unfed: int, shown: int) -> None:
+        """Feed what the draft has not read of each row's line."""
+        line, model = self.line, self.model
+        if not self.desk.fixed:
+            unfed, shown = max(1, int((line.end - line.fed).max())), int(line.end.max())
+        columns = (line.end[:, None] - unfed + line.offsets[:unfed]).clamp(min=0)  # [B, unfed]
+        visible = model.text_up_to(columns, shown)
+        logits = model.forward(line.ids.gather(1, columns), columns, columns, visible)
+        line.note(model.distribution_behind(line.ids, line.end, logits))
 
-    def _take_in(self, logits: Tensor, end: list[int], going: list[bool]) -> None:
-        """Note the distribution behind each line's end; logits [B, Q, V] are those of its last columns."""
-        self.line.note(self.model.distribution_behind(self.line.ids, end, logits), end, going)
-        for b in self.rows:
-            if going[b]:
-                self.fed[b], self.line.known[b] = end[b], True
-
-    def _cut(self) -> list[int]:
-        """How much of each line to send, by the hooks.
+    def _cut(self, features: Tensor | None) -> Tensor:
+        """[B] how much of each line to send, by the hooks.
 
         They are asked about survivors, and about lines fresh from the draft stage if one of them wants to be: on a
         poorly aligned pair most rolled back tokens come from there. What is not sent becomes the main branch.
         """
         hooks, line = self.hooks, self.line
-        asked = [self.survived[b] or (hooks.fresh_lines and self.fresh[b]) for b in self.rows]
-        if not self.policy.forks or not any(asked):
+        asked = self.survived | self.fresh if hooks.fresh_lines else self.survived
+        if not self.policy.forks or self._nobody(asked):
             return line.length
-        kept = hooks.keep(line.survivor(self.features, self.fresh, with_scores=hooks.draft_scores)).tolist()
-        return [kept[b] if asked[b] else line.length[b] for b in self.rows]
+        longest = line.reach if self.desk.fixed else int(line.length.max())
+        kept = hooks.keep(line.survivor(longest, features, self.fresh, with_scores=hooks.draft_scores))
+        return torch.where(asked, kept, line.length)
 
     # ---- the branch stage
 
-    def _point(self) -> list[int]:
-        """The branch point's column in each row."""
-        return [start + chain for start, chain in zip(self.line.start, self.chain_length)]
+    def _branch(self, shown: int) -> None:
+        line, ahead = self.line, self.ahead
+        if self._nobody(ahead):
+            return
+        at_end = ahead & (line.end == self.point)
+        if self.desk.fixed or self._anybody(at_end & (line.fed < line.end)):
+            self._feed_line(1, shown)
+        line.extend(at_end)
+        self.count += at_end
+        state = line.state(self.point)
+        width = self.hooks.fork(state).clamp(max=self.branches) if self.policy.forks else torch.ones_like(self.width)
+        self.width.copy_(torch.where(ahead, width, 0))
+        own = line.ids.gather(1, self.point[:, None])
+        self.branch_tokens.copy_(put_first(state.scores, own, self.branches))
+        if self.branch_scores is not None:
+            self.branch_scores.copy_(state.scores)
+        self._grow(shown)
 
-    def _fork_width(self, state: DraftState) -> list[int]:
-        wanted = self.hooks.fork(state).tolist() if self.policy.forks else [1 for _ in self.rows]
-        return [min(wanted[b], self.line.branches) if self.ahead[b] else 0 for b in self.rows]
-
-    def _grow(self, point: list[int], tokens: Tensor) -> None:
+    def _grow(self, shown: int) -> None:
         """Draft the main branch and its siblings, `depth` tokens behind the branch point."""
-        if tokens.shape[1] > 1:
-            self.siblings = Siblings(self.line, self.model, point, tokens[:, 1:], self.depth)
-        self.stats.num_draft_tokens += sum(max(0, width - 1) * (1 + self.depth) for width in self.width)
-        goal = [chain + 1 + self.depth for chain in self.chain_length]
+        line, siblings = self.line, self.siblings
+        others = (self.branches if self.desk.fixed else int(self.width.max())) - 1
+        siblings.open(self.point, self.branch_tokens[:, 1 : 1 + others])
+        self.count += (self.width - 1).clamp(min=0) * (1 + self.depth)
+        goal = self.point + 1 + self.depth
         for step in range(self.depth):
-            wants = [self.ahead[b] and self.line.length[b] < goal[b] for b in self.rows]
-            if not any(wants) and self.siblings is None:
+            wants = self.ahead & (line.end < goal)
+            if self._nobody(wants) and not others:
                 break
-            self._grow_step(step, wants)
+            self._grow_step(step, wants, shown)
 
-    def _grow_step(self, step: int, wants: list[bool]) -> None:
+    def _grow_step(self, step: int, wants: Tensor, shown: int) -> None:
         """One forward over the tips of all branches; the main one takes part where it is not long enough."""
-        line, siblings, end = self.line, self.siblings, self.line.end
-        feeds_main = any(wants[b] and not line.known[b] for b in self.rows)
-        tips, shown = [], max(end)
+        line, siblings, model = self.line, self.siblings, self.model
+        feeds_main = self.desk.fixed or self._anybody(wants & (line.fed < line.end))
+        if not self.desk.fixed:
+            shown = max(int(line.end.max()), int(self.point.max()) + siblings.slots_needed)
+        tips, visible = [], []
         if feeds_main:
-            # A row whose main branch is long enough feeds a column again that it has fed before.
-            column = line.tensor([end[b] - 1 if wants[b] else max(end[b] - 2, 0) for b in self.rows])[:, None]
+            column = line.end[:, None] - 1
             tips.append((line.ids.gather(1, column), column, column))
-        if siblings is not None:
+            visible.append(model.text_up_to(column, shown))
+        if siblings.count:
             tips.append(siblings.tips(step))
-            shown = max(shown, siblings.slots_used)
-        visible = [self.model.text_up_to(column, shown)] if feeds_main else []
-        visible += [siblings.visible(step, shown)] if siblings is not None else []
+            visible.append(siblings.visible(step, shown))
         if tips:
             tokens, columns, slots = (torch.cat(part, dim=1) for part in zip(*tips))
-            logits = self.model.forward(tokens, columns, slots, torch.cat(visible, dim=1))
+            logits = model.forward(tokens, columns, slots, torch.cat(visible, dim=1))
         if feeds_main:
-            self._take_in(logits[:, :1], end, wants)
-        self.stats.num_draft_tokens += line.extend(wants, self.generator)
-        if siblings is not None:
-            siblings.extend(step, logits[:, -siblings.count :], self.generator)
+            line.note(model.distribution_behind(line.ids, line.end, logits[:, :1]))
+        line.extend(wants)
+        self.count += wants
+        if siblings.count:
+            siblings.extend(step, logits[:, -siblings.count :])
 
     # ---- after the verdict
 
-    def _follow_siblings(self, outcomes: Sequence[Outcome]) -> None:
-        winners = [o.survivor - 1 if o.complete and o.survivor > 0 else None for o in outcomes]
-        if all(winner is None for winner in winners):
-            return
-        if self.siblings is not None:
-            self.siblings.adopt(winners)
-        for b, winner in enumerate(winners):
-            if winner is not None:
-                self.fed[b] = self.line.end[b] - 1  # its last token waits to be fed
+    def _follow(self, feedback: Feedback) -> None:
+        """Take note of a verdict: where the text goes on, and which drafted line lives on there."""
+        line, committed, accepted, survivor = self.line, feedback.committed, feedback.accepted, feedback.survivor
+        finished = feedback.finished > 0
+        complete = committed == accepted + 1  # a stop, or a slower row, may have cut it short
+        missed = complete & (survivor == NONE)
+        moved = complete & (survivor > 0)
+        if feedback.moved:
+            self.siblings.adopt(torch.where(moved, survivor - 1, NONE))
+        column = line.start + accepted  # where the target's own token stands
+        line.ids[line.rows, torch.where(missed, column, line.capacity)] = feedback.token
+        line.start += committed
+        end = torch.where(moved, line.start + self.depth, line.end)
+        line.end.copy_(torch.where(missed | finished, line.start, end))
+        fed = torch.where(moved, line.end - 1, line.fed)
+        line.fed.copy_(torch.where(missed, torch.minimum(fed, column), fed))
+        self.survived.copy_(complete & ~missed & ~finished)
+        if self.model.guide is not None and bool(missed[0]):
+            self.model.guide.rewind(int(column[0]))
 
-    def _diverge(self, b: int, outcome: Outcome) -> None:
-        """The target's own token ends the line."""
-        line, column = self.line, self.line.start[b] + outcome.accepted
-        line.ids[b, column] = outcome.token
-        line.start[b], line.length[b], line.known[b] = column + 1, 0, False
-        self.fed[b] = min(self.fed[b], column)
-        if self.model.guide is not None:
-            self.model.guide.rewind(column)
+    # ---- questions to the device, where they may be asked
+
+    def _nobody(self, rows: Tensor) -> bool:
+        return not self.desk.fixed and not bool(rows.any())
+
+    def _anybody(self, rows: Tensor) -> bool:
+        return bool(rows.any())
+
+
+def put_first(q: Tensor, token: Tensor, count: int) -> Tensor:
+    """`count` tokens: the line's own, then the likeliest others. `q` is [..., V], `token` [..., 1]."""
+    return q.scatter(-1, token, 2.0).topk(count, dim=-1).indices  # 2 is above every probability

@@ -7,7 +7,7 @@ nothing of a token before it is drawn, and what is not kept is only not sent yet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,9 @@ class SpeculationHook:
         feature_layers: indices into the target's `hidden_states` that `keep` wants to read.
         fresh_lines: `keep` is also asked about lines that come straight from the draft stage.
         draft_scores: `keep` wants to read the draft's distributions.
+        settings: everything the decisions depend on besides what they are shown, if they are made of tensor operations
+            alone, ask the device nothing and keep no state: such a hook is captured in CUDA graphs. None: it is not,
+            and rounds are driven from the host.
 
     Example:
         >>> class NeverFork(SpeculationHook):
@@ -57,6 +60,7 @@ class SpeculationHook:
     feature_layers: tuple[int, ...] = ()
     fresh_lines: bool = False
     draft_scores: bool = False
+    settings: Hashable | None = None
 
     def stop(self, state: DraftState) -> Tensor | None:
         """[B] bool: draft nothing more on this row; the position becomes the branch point."""
@@ -75,7 +79,7 @@ class ConfidenceStop(SpeculationHook):
     """Stop before the first position whose confidence is below `epsilon`, and cut survivors there."""
 
     def __init__(self, epsilon: float) -> None:
-        self.epsilon = epsilon
+        self.epsilon = self.settings = epsilon
 
     def stop(self, state: DraftState) -> Tensor:
         return state.confidence < self.epsilon
@@ -89,7 +93,7 @@ class TopKBranches(SpeculationHook):
     """Fork wider the less sure the draft is: `max(1, floor(k_max * (1 - confidence)))`."""
 
     def __init__(self, k_max: int) -> None:
-        self.k_max = k_max
+        self.k_max = self.settings = k_max
 
     def fork(self, state: DraftState) -> Tensor:
         return (self.k_max * (1 - state.confidence)).floor().long().clamp(min=1)
@@ -103,6 +107,7 @@ class ThreeWay(SpeculationHook):
         self.feature_layers = tuple(getattr(head, "feature_layers", ()))
         self.fresh_lines = bool(getattr(head, "fresh_lines", False))
         self.draft_scores = bool(getattr(head, "draft_scores", False))
+        self.settings = getattr(head, "settings", None)
 
     def keep(self, survivor: Survivor) -> Tensor:
         verdict = self.head(survivor).to(survivor.length.device)
@@ -119,6 +124,11 @@ class HookList:
         self.feature_layers = tuple(sorted({layer for hook in hooks for layer in hook.feature_layers}))
         self.fresh_lines = any(hook.fresh_lines for hook in hooks)
         self.draft_scores = any(hook.draft_scores for hook in hooks)
+
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        """What a captured stage bakes in of these hooks."""
+        return tuple((type(hook).__name__, hook.settings) for hook in self.hooks)
 
     def stop(self, state: DraftState) -> Tensor:
         stopped = torch.zeros_like(state.length, dtype=torch.bool)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .records import Branches, Chain
-from .scoring import Processor, is_opaque, needs_prefixes, score_positions
+from ..runners.base import Step
+from ..runners.desk import Desk
+from ..runners.mail import Inbox
+from .fixed_scoring import FixedScorer
+from .records import Branches, Chain, Report
+from .scoring import ExactScorer, Processor, Scorer, is_opaque
 from .text import Text
-from .verify import Verdict, judge_choices, judge_samples
+from .verify import Verdict, draw, judge_choices, judge_samples
 
 UNDECIDED = -1
 
@@ -19,19 +23,74 @@ class Judge:
     """Judges chains and branches by the target's distribution `p`.
 
     Args:
+        desk: where the stage runs.
         text: the committed text.
         processors: the user's logits processors.
+        vocabulary: how many tokens the target scores.
         draws: sample from `p`; otherwise take its maximum.
         generator: source of randomness for the verdicts.
+        feature_layers: hidden states of the target that the hooks want to see.
+        drafter: names the memory that chains and branches come from.
     """
 
     def __init__(
-        self, text: Text, processors: Sequence[Processor], draws: bool, generator: torch.Generator | None
+        self,
+        desk: Desk,
+        text: Text,
+        processors: Sequence[Processor],
+        vocabulary: int,
+        draws: bool,
+        generator: torch.Generator | None,
+        feature_layers: tuple[int, ...] = (),
+        drafter: int = UNDECIDED,
     ) -> None:
-        self.text, self.processors, self.draws, self.generator = text, list(processors), draws, generator
+        self.desk, self.text, self.processors, self.draws, self.generator = desk, text, processors, draws, generator
+        self.feature_layers, self.drafter = feature_layers, drafter
         self.in_order = any(is_opaque(processor) for processor in processors)
+        self.score: Scorer = ExactScorer(processors)
+        if desk.fixed:
+            self.score = FixedScorer(processors, desk, "judge", vocabulary)
+        self.inbox = Inbox(text.ids.device)
+        rows = text.ids.shape[0]
+        self.nothing = (  # for the round after the prompt, and for those who never draft
+            Chain(desk.tensor("nothing.tokens", (rows, 0)), desk.tensor("nothing.length", (rows,))),
+            Branches(desk.tensor("nothing.branches", (rows, 1)), desk.tensor("nothing.width", (rows,))),
+        )
+        self.report_memory: dict[int, Tensor] = {}
+        self.feature_memory: Tensor | None = None
+        self.features: Tensor | None = None  # [B, layers, H] target hidden states at the last verified position
+        self.scores: Tensor | None = None  # [B, N + 1, V] of the last verdict; only where the stage is not captured
 
-    def __call__(self, logits: Tensor, chain: Chain, branches: Branches) -> tuple[Verdict, Tensor]:
+    def __call__(self, step: Step, chain: Chain, branches: Branches, drafted: Callable[[], Tensor]) -> None:
+        """Reach a verdict, add what it allows to the text, and send a report to the host.
+
+        Args:
+            step: logits [B, N + 1, V] from the target, and its hidden states.
+            drafted: says what stands drafted, [B, 4]; see `Report`.
+        """
+        rows, count = chain.tokens.shape
+        if count not in self.report_memory:
+            self.report_memory[count] = self.desk.tensor(f"report{count}", (rows, len(Report._fields) - 1 + count))
+        report = self.report_memory[count]
+        self.features = self._room_for_features(step)
+
+        def stage() -> None:
+            verdict, self.scores = self.verdict(step.logits, chain, branches)
+            self.text.offer(verdict, chain)
+            parts = [torch.stack(verdict, 1), drafted().to(report.device), chain.tokens.to(report.device)]
+            report.copy_(torch.cat(parts, dim=1))
+            if self.features is not None:
+                self.features.copy_(features_at(step, verdict.accepted, self.feature_layers))
+
+        key = ("judge", count, branches.tokens.shape[1], self.features is None, self.drafter)
+        self.desk.run(key, stage)
+        self.inbox.send(report)
+
+    def reports(self) -> list[Report]:
+        """One a row; here the host waits for the device, once a round."""
+        return [Report.of(numbers) for numbers in self.inbox.read()]
+
+    def verdict(self, logits: Tensor, chain: Chain, branches: Branches) -> tuple[Verdict, Tensor]:
         """The verdict and the processed scores [B, N + 1, V].
 
         Args:
@@ -43,7 +102,7 @@ class Judge:
         if self.in_order:
             choices, scores = self._choose_in_order(logits, chain)
         else:
-            scores = self._score(logits, chain)
+            scores = self.score(logits, lambda: self.text.prefixes(chain))
             if chain.scores is not None:
                 return self._test(scores, chain, branches), scores
             choices = self._choose(scores)
@@ -60,17 +119,9 @@ class Judge:
             scores.softmax(-1), q, chain.tokens, chain.length, branches.tokens, branches.width, self.generator
         )
 
-    def _score(self, logits: Tensor, chain: Chain) -> Tensor:
-        prefixes = self.text.prefixes(chain) if needs_prefixes(self.processors) else []
-        return score_positions(self.processors, prefixes, logits)
-
     def _choose(self, scores: Tensor) -> Tensor:
         """The target's token at each position: [..., V] to [...]."""
-        if not self.draws:
-            return scores.argmax(-1)
-        p = scores.softmax(-1)
-        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=self.generator)
-        return drawn.view(scores.shape[:-1])
+        return draw(scores.softmax(-1), self.generator) if self.draws else scores.argmax(-1)
 
     def _choose_in_order(self, logits: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         """Call the processors only for prefixes that have become text, one position after the other.
@@ -96,3 +147,24 @@ class Judge:
             if not all(agreed[b] and j < lengths[b] for b in running):
                 break
         return choices, scores
+
+    def _room_for_features(self, step: Step) -> Tensor | None:
+        if not self.feature_layers or step.hidden_states is None or not step.is_aligned:
+            return None
+        if self.feature_memory is None:
+            like = step.hidden_states[self.feature_layers[0]]  # [B, Q, H]
+            shape = (like.shape[0], len(self.feature_layers), like.shape[2])
+            memory = self.desk.tensor("features", shape, like.dtype)
+            self.feature_memory = memory
+        return self.feature_memory
+
+
+def features_at(step: Step, accepted: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """[B, layers, H]: the target's hidden states where the verdict's last token was chosen."""
+    assert step.hidden_states is not None
+    states = []
+    for layer in layers:  # those of a split model live on several devices
+        state = step.hidden_states[layer]
+        rows = torch.arange(accepted.shape[0], device=state.device)
+        states.append(state[rows, accepted.to(state.device)].to(accepted.device))
+    return torch.stack(states, dim=1)

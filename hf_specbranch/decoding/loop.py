@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ..runners.base import Step
 from ..runners.placement import Beside
+from ..stats import SpecBranchStats
 from .drafter import Drafter, NoDrafter
 from .judge import Judge
+from .ledger import line_left, settle
 from .recorder import Recorder
-from .records import Branches, Chain
+from .records import Branches, Chain, Feedback
 from .target import Target
 from .text import Text
 
@@ -29,54 +28,68 @@ class Parts(NamedTuple):
     judge: Judge  # compares what they say
     text: Text  # holds what is agreed
     recorder: Recorder  # keeps scores and the like for the caller
-    feature_layers: tuple[int, ...] = ()  # hidden states the hooks want
+    stats: SpecBranchStats  # counts
 
 
 def sequential_loop(parts: Parts, beside: Beside) -> None:
     """Draft, verify, draft ahead, judge: each after the other."""
     target, drafter, text = parts.target, parts.drafter, parts.text
-    step = target.prefill()
-    drafter.prefill()
-    conclude(parts, step, *nothing_drafted(text))
+    feedback = read_prompt(parts)
     while not text.finished:
-        chain = drafter.draft(text.room())
+        chain = drafter.draft(feedback, max(text.lengths))
         step = target.verify(chain)
         with beside.drafting():
-            branches = drafter.branch()
-        conclude(parts, step, chain, branches)
+            branches = drafter.branch(max(text.lengths))
+        feedback = conclude(parts, step, chain, branches)
+    text.hand_out()
 
 
 def overlapped_loop(parts: Parts, beside: Beside) -> None:
     """The same rounds, with the draft at work during the target's passes."""
     target, drafter, text = parts.target, parts.drafter, parts.text
-    prompt_read = beside.start(target.prefill)
-    drafter.prefill()
-    conclude(parts, prompt_read(), *nothing_drafted(text))
+    feedback = read_prompt(parts)
     while not text.finished:
-        chain = drafter.draft(text.room())
+        chain = drafter.draft(feedback, max(text.lengths))
         verified = beside.start(target.verify, chain)
         with beside.drafting():
-            branches = drafter.branch()
-        conclude(parts, verified(), chain, branches)
+            branches = drafter.branch(max(text.lengths))
+        feedback = conclude(parts, verified(), chain, branches)
+    text.hand_out()
 
 
-def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> None:
-    """End a round: the verdict, the text it adds, and what the drafter makes of it."""
-    verdict, scores = parts.judge(step.logits, chain, branches)
-    outcomes = parts.text.commit(verdict, chain, parts.recorder.scores_so_far(scores))
-    parts.recorder.add(step, scores, outcomes)
-    parts.drafter.follow(outcomes, features_at(step, verdict.accepted, parts.feature_layers))
+def read_prompt(parts: Parts) -> Feedback:
+    """The first token comes from the target alone; the draft reads the prompt once it is out."""
+    feedback = conclude(parts, parts.target.prefill(), *parts.judge.nothing)
+    parts.text.hand_out()
+    if not parts.text.finished:
+        parts.drafter.prefill()
+    return feedback
 
 
-def nothing_drafted(text: Text) -> tuple[Chain, Branches]:
-    rows, device = text.ids.shape[0], text.ids.device
-    return Chain.empty(rows, device), Branches.none(rows, device)
-
-
-def features_at(step: Step, accepted: Tensor, layers: tuple[int, ...]) -> Tensor | None:
-    """[B, layers, H]: the target's hidden states where the verdict's last token was chosen."""
-    if not layers or step.hidden_states is None or step.logits.shape[1] != step.hidden_states[0].shape[1]:
-        return None
-    rows, device = torch.arange(accepted.shape[0]), accepted.device  # layers of a split model live on several
-    states = [step.hidden_states[layer][rows, accepted.cpu()].to(device) for layer in layers]
-    return torch.stack(states, dim=1)
+def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> Feedback:
+    """End a round: the verdict, the text it adds, and what that means for the drafter."""
+    text, judge, recorder, depth = parts.text, parts.judge, parts.recorder, parts.drafter.depth
+    judge(step, chain, branches, parts.drafter.drafted)
+    if text.fixed:
+        text.hand_out()  # what the last round added, while the device works on this one
+    reports = judge.reports()
+    outcomes = text.commit(reports, recorder.scores_so_far(judge.scores))
+    if not text.fixed:
+        text.hand_out()
+    recorder.add(step, judge.scores, outcomes)
+    for report, outcome in zip(reports, outcomes):
+        settle(parts.stats, report, outcome, depth)
+    committed, accepted, token, survivor, finished = text.told[:5].to(parts.drafter.device)
+    return Feedback(
+        committed,
+        accepted,
+        token,
+        survivor,
+        finished,
+        features=judge.features,
+        moved=any(outcome.complete and outcome.survivor > 0 for outcome in outcomes),
+        line_ended=any(
+            not outcome.finished and line_left(report, outcome, depth) == 0
+            for report, outcome in zip(reports, outcomes)
+        ),
+    )

@@ -35,24 +35,30 @@ class Recorder:
         self.attentions: list[list[Layers]] = [[] for _ in range(rows)]  # ...: [heads, 1, L]
         self.prompt: Step | None = None
 
-    def scores_so_far(self, scores: Tensor) -> ScoresSoFar | None:
+    def scores_so_far(self, scores: Tensor | None) -> ScoresSoFar | None:
         """What stopping criteria see after `n` tokens of this round, as long as all rows are equally long."""
-        if not self.keeps_scores or len({len(row) for row in self.scores}) > 1:
+        if scores is None or not self.keeps_scores or len({len(row) for row in self.scores}) > 1:
             return None
         before = tuple(torch.stack(column) for column in zip(*self.scores))
         return lambda count: before + tuple(scores[:, j] for j in range(count))
 
-    def add(self, step: Step, scores: Tensor, outcomes: Sequence[Outcome]) -> None:
+    @property
+    def keeps_nothing(self) -> bool:
+        return not (self.keeps_scores or self.keeps_logits or self.keeps_hidden or self.keeps_attentions)
+
+    def add(self, step: Step, scores: Tensor | None, outcomes: Sequence[Outcome]) -> None:
         """Keep what belongs to the tokens just committed."""
+        if self.keeps_nothing:
+            return
         is_prompt = self.prompt is None
         self.prompt = self.prompt or step
         for b, outcome in enumerate(outcomes):
             for j in range(outcome.committed):
-                if self.keeps_scores:
+                if self.keeps_scores and scores is not None:
                     self.scores[b].append(scores[b, j].clone())
                 if self.keeps_logits:
                     self.logits[b].append(step.logits[b, j].to(copy=True, dtype=torch.float32))
-                if self.keeps_hidden and not is_prompt and step.hidden_states is not None:
+                if self.keeps_hidden and not is_prompt and isinstance(step.hidden_states, tuple):
                     self.hidden[b].append(tuple(layer[b, j : j + 1].clone() for layer in step.hidden_states))
                 if self.keeps_attentions and not is_prompt and step.attentions is not None:
                     seen = self.filled + len(self.attentions[b]) + 1

@@ -15,10 +15,6 @@ class Chain(NamedTuple):
     length: Tensor  # [B] how many are real
     scores: Tensor | None = None  # [B, N, V] the draft's distributions, where the tokens were drawn from them
 
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> Chain:
-        return cls(torch.zeros((rows, 0), dtype=torch.long, device=device), _zeros(rows, device))
-
     def to(self, device: torch.device) -> Chain:
         scores = None if self.scores is None else self.scores.to(device)
         return Chain(self.tokens.to(device), self.length.to(device), scores)
@@ -31,13 +27,32 @@ class Branches(NamedTuple):
     width: Tensor  # [B] how many are real; 0: nothing was drafted there
     scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
 
-    @classmethod
-    def none(cls, rows: int, device: torch.device) -> Branches:
-        return cls(torch.zeros((rows, 1), dtype=torch.long, device=device), _zeros(rows, device))
-
     def to(self, device: torch.device) -> Branches:
         scores = None if self.scores is None else self.scores.to(device)
         return Branches(self.tokens.to(device), self.width.to(device), scores)
+
+
+class Report(NamedTuple):
+    """One row's verdict and what was drafted when it came, on the host."""
+
+    accepted: int  # chain tokens the target agreed with
+    token: int  # its own token after them
+    survivor: int  # the branch that starts with that token, or -1
+    chain: int  # drafted tokens the target looked at
+    main: int  # tokens behind them on the line; where the line forks, these are the main branch
+    branches: int  # branches at the fork, the main one included; 0 where the line does not fork (or in PEARL)
+    drafted: int  # tokens drafted in this round
+    chain_tokens: list[int]
+
+    @classmethod
+    def of(cls, numbers: list[int]) -> Report:
+        accepted, token, survivor, chain, main, branches, drafted, *chain_tokens = numbers
+        return cls(accepted, token, survivor, chain, main, branches, drafted, chain_tokens)
+
+    @property
+    def offered(self) -> list[int]:
+        """The tokens the verdict allows."""
+        return [*self.chain_tokens[: self.accepted], self.token]
 
 
 class Outcome(NamedTuple):
@@ -55,5 +70,14 @@ class Outcome(NamedTuple):
         return self.committed == self.accepted + 1
 
 
-def _zeros(rows: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, dtype=torch.long, device=device)
+class Feedback(NamedTuple):
+    """What the verdicts of a round meant, for the drafter."""
+
+    committed: Tensor  # [B], as in `Outcome`
+    accepted: Tensor
+    token: Tensor
+    survivor: Tensor
+    finished: Tensor  # [B] 0 or 1
+    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
+    moved: bool  # some row goes on with a sibling
+    line_ended: bool  # some row has no drafted line left

@@ -12,8 +12,8 @@ Three kinds of processor:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,35 @@ PREFIX = (
 )
 
 Processor = Any  # a transformers LogitsProcessor: (input_ids [B, L], scores [B, V]) -> scores [B, V]
+
+
+class Prefixes(NamedTuple):
+    """The text before each of `n` positions of each row."""
+
+    ids: Tensor  # [B, n, C]; of each, the first `length` count
+    length: Tensor  # [B, n]
+
+    def exact(self) -> list[list[Tensor]]:
+        """`[b][j]`: the text [1, L] before position `j` of row `b`; asks the device for the lengths."""
+        lengths = self.length.tolist()
+        return [[self.ids[b, j : j + 1, :length] for j, length in enumerate(row)] for b, row in enumerate(lengths)]
+
+
+class Scorer(Protocol):
+    """Applies processors to logits [B, n, V] (float32, not changed) at many positions."""
+
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor: ...
+
+
+class ExactScorer:
+    """Calls each processor with exactly the text it would see in plain `generate()`."""
+
+    def __init__(self, processors: Sequence[Processor]) -> None:
+        self.processors = stateless(processors)
+        self.reads_text = any(type(processor) in PREFIX for processor in self.processors)
+
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
+        return score_positions(self.processors, prefixes().exact() if self.reads_text else [], logits)
 
 
 def is_opaque(processor: Processor) -> bool:
@@ -84,10 +113,6 @@ def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]
             ]
             scores = torch.stack(rows)
     return scores
-
-
-def needs_prefixes(processors: Sequence[Processor]) -> bool:
-    return any(type(processor) in PREFIX for processor in processors)
 
 
 class Guide:

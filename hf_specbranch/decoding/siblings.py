@@ -5,84 +5,101 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..runners.desk import Desk
 from .draft_model import DraftModel
-from .line import Line, put_first
+from .line import Line
+from .scoring import Guide, Prefixes
+from .verify import draw
 
 
 class Siblings:
-    """`W` branches a row: a token at the branch point each, and up to `depth` tokens behind it.
+    """Up to `most` branches a row: a token at the branch point each, and `depth` tokens behind it.
 
     Args:
+        desk: where the memory comes from.
         line: the line they fork from.
         model: the draft model.
-        point: the branch point's column in each row.
-        tokens: [B, W] the tokens they start with.
-        depth: how many tokens to draft behind these.
+        most: how many there can be.
+        depth: how many tokens to draft behind the branch point.
     """
 
-    def __init__(self, line: Line, model: DraftModel, point: list[int], tokens: Tensor, depth: int) -> None:
-        rows, count = tokens.shape
-        device = line.device
-        self.line, self.model, self.count, self.point = line, model, count, line.tensor(point)[:, None]  # [B, 1]
-        # The main branch may fill `depth` slots from the branch point on; each sibling has `depth` after these.
-        first = self.point + depth * torch.arange(1, count + 1, device=device)  # [B, W]
-        self.slots = first[:, :, None] + torch.arange(depth, device=device)  # [B, W, depth]
-        self.slots_used = max(point) + (count + 1) * depth
-        self.tokens = torch.zeros((rows, count, depth + 1), dtype=torch.long, device=device)
-        self.tokens[:, :, 0] = tokens
-        self.confidence = torch.zeros((rows, count, depth), device=device)
-        self.candidates = torch.zeros((rows, count, depth, line.branches), dtype=torch.long, device=device)
-        self.scores = torch.empty((rows, count, depth, model.vocabulary), device=device)
-        self.guides = [model.guide.fork() for _ in range(count)] if model.guide is not None else []
+    def __init__(self, desk: Desk, line: Line, model: DraftModel, most: int, depth: int) -> None:
+        rows = line.count
+        self.line, self.model, self.depth = line, model, depth
+        self.count = most  # how many there are at the moment
+        self.point = desk.tensor("siblings.point", (rows, 1))
+        self.tokens = desk.tensor("siblings.tokens", (rows, most, depth + 1))
+        self.confidence = desk.tensor("siblings.confidence", (rows, most, depth), torch.float32)
+        self.scores = desk.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
+        # The main branch may fill `depth + 1` slots from the branch point on; each sibling has `depth` after these.
+        first = depth + 1 + depth * torch.arange(most, device=line.device)
+        self.slot_offsets = desk.tensor("siblings.slots", (most, depth))
+        self.slot_offsets.copy_(first[:, None] + torch.arange(depth, device=line.device))
+        self.guides: list[Guide] = []
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots from the branch point on that the branches take, the main one included."""
+        return 1 + self.depth * (1 + self.count)
+
+    @property
+    def slots(self) -> Tensor:
+        """[B, W, depth]: where their keys and values are."""
+        return self.point[:, :, None] + self.slot_offsets[: self.count]
+
+    def open(self, point: Tensor, tokens: Tensor) -> None:
+        """Begin with these tokens [B, W] in column `point` [B]."""
+        self.count = tokens.shape[1]
+        self.point.copy_(point[:, None])
+        self.tokens[:, : self.count, 0] = tokens
+        self.guides = [self.model.guide.fork() for _ in range(self.count)] if self.model.guide is not None else []
         for guide in self.guides:
-            guide.rewind(point[0])
+            guide.rewind(int(point[0]))
 
     def tips(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens to feed in this step, their columns and their slots: [B, W] each."""
-        return self.tokens[:, :, step], (self.point + step).expand(-1, self.count), self.slots[:, :, step]
+        return (
+            self.tokens[:, : self.count, step],
+            (self.point + step).expand(-1, self.count),
+            self.slots[:, :, step],
+        )
 
     def visible(self, step: int, shown: int) -> Tensor:
         """[B, W, shown]: the text before the branch point, and the sibling's own slots so far."""
-        slots = self.model.slots[:shown]
+        slots, own_slots = self.model.slots[:shown], self.slots
         before = (slots < self.point) & self.model.seen[:, :shown]
-        own = (slots >= self.slots[:, :, :1]) & (slots <= self.slots[:, :, step : step + 1])
+        own = (slots >= own_slots[:, :, :1]) & (slots <= own_slots[:, :, step : step + 1])
         return before[:, None] | own
 
-    def extend(self, step: int, logits: Tensor, generator: torch.Generator | None) -> None:
+    def extend(self, step: int, logits: Tensor) -> None:
         """Choose each sibling's next token from logits [B, W, V] behind its tip."""
-        q = self.model.distribution(logits, self._prefixes(step), self.guides)
-        top = q.topk(self.line.branches, dim=-1)
-        candidates = top.indices
-        if generator is not None:
-            drawn = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(*q.shape[:2], 1)
-            candidates = put_first(q, drawn, self.line.branches)
-        self.confidence[:, :, step] = top.values[:, :, 0]
-        self.candidates[:, :, step] = candidates
-        self.scores[:, :, step] = q
-        self.tokens[:, :, step + 1] = candidates[:, :, 0]
+        q = self.model.distribution(logits, lambda: self._prefixes(step), self.guides)
+        confidence, likeliest = q.max(-1)
+        generator = self.line.generator
+        self.confidence[:, : self.count, step] = confidence
+        self.scores[:, : self.count, step] = q
+        self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
 
-    def _prefixes(self, step: int) -> list[list[Tensor]]:
-        if not self.model.reads_prefixes:
-            return []
-        text = [self.line.ids[b, : int(self.point[b])] for b in self.line.rows]
-        return [[torch.cat([text[b], own[: step + 1]])[None] for own in self.tokens[b]] for b in self.line.rows]
+    def _prefixes(self, step: int) -> Prefixes:
+        """The text before the branch point, and the sibling's own tokens."""
+        ids = self.line.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
+        columns = self.point[:, :, None] + self.line.offsets[: step + 1]
+        ids.scatter_(2, columns.expand(-1, self.count, -1), self.tokens[:, : self.count, : step + 1])
+        return Prefixes(ids, (self.point + step + 1).expand(-1, self.count))
 
-    def adopt(self, winners: list[int | None]) -> None:
-        """Make the winning sibling of each row its line: its keys and values move to the line's columns."""
-        line, depth = self.line, self.slots.shape[2]
-        destination = self.point + torch.arange(depth, device=line.device)  # [B, depth]
-        source = destination.clone()
-        for b, winner in enumerate(winners):
-            if winner is None:
-                continue
-            source[b] = self.slots[b, winner]
-            point = int(self.point[b])
-            line.ids[b, point : point + depth + 1] = self.tokens[b, winner]
-            ring = torch.arange(point + 1, point + 1 + depth, device=line.device) % line.ring
-            line.confidence[b, ring] = self.confidence[b, winner]
-            line.candidates[b, ring] = self.candidates[b, winner]
-            line.scores[b, ring] = self.scores[b, winner]
-            line.start[b], line.length[b], line.known[b] = point + 1, depth, False
-            if self.guides:
-                self.model.guide = self.guides[winner]
-        self.model.runner.move(source, destination)
+    def adopt(self, winner: Tensor) -> None:
+        """Make the winning sibling of each row its line: its keys and values move to the line's columns.
+
+        Args:
+            winner: [B] which sibling, or -1 for none.
+        """
+        line, depth, wins, chosen = self.line, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
+        columns = self.point + line.offsets[: depth + 1]  # [B, depth + 1]
+        line.ids.scatter_(1, torch.where(wins, columns, line.capacity), self.tokens[line.rows, chosen])
+        ring = torch.where(wins, columns[:, 1:] % line.ring, line.ring)
+        line.confidence.scatter_(1, ring, self.confidence[line.rows, chosen])
+        line.scores[line.rows[:, None], ring] = self.scores[line.rows, chosen]
+        source = torch.where(wins, self.slots[line.rows, chosen], columns[:, :depth])
+        self.model.runner.move(source, columns[:, :depth])
+        if self.guides and bool(wins[0]):
+            self.model.guide = self.guides[int(winner[0])]

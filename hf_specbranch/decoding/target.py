@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runners.base import Step
+from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
 from .records import Chain
@@ -22,33 +23,45 @@ class Target:
     `base` counts tokens that are in the cache but not in the text (a chat's first turn, or embedded inputs).
 
     Args:
+        desk: where the memory comes from and the pass runs.
         runner: the target model and its cache.
         text: the committed text.
         prefill: runs the prompt through the model's own generation path and returns its output.
         attention: [B, base + P] bool, False where padded.
         first_position: [B] position of slot 0; negative where padded.
+        capacity: the most slots a row can take.
         outputs: what else the forward must return, e.g. `{"output_hidden_states": True}`.
+        feature_layers: the hidden states that hooks want to read.
+        drafter: names the memory that chains come from.
         stats: where to count.
     """
 
     def __init__(
         self,
+        desk: Desk,
         runner: EagerRunner,
         text: Text,
         prefill: Callable[[], Any],
         attention: Tensor,
         first_position: Tensor,
+        capacity: int,
         outputs: dict[str, Any],
+        feature_layers: tuple[int, ...],
+        drafter: int,
         stats: SpecBranchStats,
     ) -> None:
-        self.runner, self.device = runner, runner.device
+        self.desk, self.runner, self.device = desk, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
-        self.base = attention.shape[1] - text.prompt_length
-        self.first_position = first_position.to(self.device)[:, None]
-        capacity = self.base + text.ids.shape[1]
-        self.seen = torch.ones((attention.shape[0], capacity), dtype=torch.bool, device=self.device)
-        self.seen[:, : attention.shape[1]] = attention
-        self.slots = torch.arange(capacity, device=self.device)
+        self.feature_layers, self.drafter = feature_layers, drafter
+        rows, filled = attention.shape
+        self.base = filled - text.prompt_length
+        self.first_position = desk.tensor("target.first_position", (rows, 1))
+        self.first_position.copy_(first_position[:, None])
+        # In a batch, rows with a short chain are filled up; the filling must not leave the context.
+        self.last = desk.tensor("target.last", (1,)).fill_(self.base + text.stopper.max_length - 1)
+        self.seen = desk.tensor("target.seen", (rows, capacity), torch.bool).fill_(True)
+        self.seen[:, :filled] = attention
+        self.slots = torch.arange(capacity, out=desk.tensor("target.slots", (capacity,)))
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
@@ -57,21 +70,46 @@ class Target:
         self.runner.cache.append()
         output = self.run_prefill()
         self._count()
-        return Step(output.logits[:, -1:], output.get("hidden_states"), output.get("attentions"))
+        logits = output.logits[:, -1:]
+        if self.desk.fixed:
+            return Step(self.desk.keep("target.logits1", logits))
+        return Step(logits, output.get("hidden_states"), output.get("attentions"))
 
     def verify(self, chain: Chain) -> Step:
         """Logits [B, N + 1, V]: at each chain position, and at the branch point behind it."""
+        shown = self.base + max(self.text.lengths) + chain.tokens.shape[1]
+        self.runner.reserve(chain.tokens.shape[0], shown)
+        self._count()
+        if not self.desk.fixed:
+            return self._pass(chain, shown, self.runner.forward)
+        shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1
+        key = ("verify", queries, shown, self.base, self.drafter)
+        self.desk.run(key, lambda: self._keep_step(self._pass(chain, shown, self.runner.forward_as_it_is)))
+        return self._kept_step(queries)
+
+    def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
         tokens, columns = self.text.with_chain(chain)  # [B, N + 1]
         slots = (columns + self.base).to(self.device)
-        shown = self.base + max(self.text.lengths) + chain.tokens.shape[1]
-        self.runner.reserve(slots.shape[0], shown)
         visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
-        # In a batch, rows with a short chain are filled up; the filling must not leave the context.
-        last = self.base + self.text.stopper.max_length - 1
-        positions = (slots.clamp(max=last) + self.first_position).clamp(min=0)
-        step = self.runner.forward(tokens.to(self.device), positions, slots, visible, **self.outputs)
-        self._count()
-        return step
+        positions = (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)
+        return forward(tokens.to(self.device), positions, slots, visible, **self.outputs)
+
+    # ---- what a captured pass leaves behind
+
+    def _keep_step(self, step: Step) -> None:
+        queries = step.logits.shape[1]
+        self.desk.keep(f"target.logits{queries}", step.logits)
+        if self.feature_layers:
+            assert step.hidden_states is not None
+            states = torch.stack([step.hidden_states[layer] for layer in self.feature_layers])
+            self.desk.keep(f"target.states{queries}", states)
+
+    def _kept_step(self, queries: int) -> Step:
+        logits = self.desk.recall(f"target.logits{queries}")
+        if not self.feature_layers:
+            return Step(logits)
+        states = self.desk.recall(f"target.states{queries}")  # [layers, B, Q, H]
+        return Step(logits, dict(zip(self.feature_layers, states)))
 
     def _count(self) -> None:
         self.stats.target_forwards += 1

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .records import Chain, Outcome
+from ..runners.desk import Desk
+from ..runners.mail import Outbox
+from .records import Chain, Outcome, Report
+from .scoring import Prefixes
 from .stopping import Stopper
 from .verify import Verdict
 
@@ -20,6 +23,7 @@ class Text:
     """Prompt and committed tokens of a batch.
 
     Args:
+        desk: where the memory comes from.
         prompt: [B, P] token ids, left-padded.
         capacity: room for this many columns.
         stopper: decides where a row ends.
@@ -30,6 +34,7 @@ class Text:
 
     def __init__(
         self,
+        desk: Desk,
         prompt: Tensor,
         capacity: int,
         stopper: Stopper,
@@ -38,42 +43,47 @@ class Text:
         streamer: Any = None,
     ) -> None:
         rows, self.prompt_length = prompt.shape
-        self.ids = torch.zeros((rows, capacity), dtype=torch.long, device=prompt.device)
+        self.fixed = desk.fixed
+        self.ids = desk.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
+        self.columns = torch.arange(capacity, out=desk.tensor("text.columns", (capacity,)))
+        # Outcome and length of every row, [6, B]: what the host tells the device once a round.
+        self.told = desk.tensor("text.told", (6, rows))
+        self.told[5] = self.prompt_length
+        self.outbox = Outbox(self.told)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
         self.done = [False] * rows  # the row gains nothing more
         self.stopper, self.pad_token, self.in_step, self.streamer = stopper, pad_token, in_step, streamer
-        self.streamed = self.prompt_length  # columns already handed to the streamer
-        self.columns = torch.arange(capacity, device=prompt.device)
+        self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
+        self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
         self.first_gain = 0.0  # when the first was
+
+    @property
+    def length(self) -> Tensor:
+        """[B] columns of each row, on the device."""
+        return self.told[5]
 
     @property
     def finished(self) -> bool:
         return all(self.done)
 
-    def room(self) -> list[int]:
-        """How many tokens each row may still gain; 0 where it is finished."""
-        return [
-            0 if done else max(1, self.stopper.max_length - length) for done, length in zip(self.done, self.lengths)
-        ]
-
     # ---- views
 
     def with_chain(self, chain: Chain) -> tuple[Tensor, Tensor]:
         """The last committed token followed by the chain, and their columns: both [B, N + 1]."""
-        count = chain.tokens.shape[1]
-        last = torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1
-        columns = last + self.columns[: count + 1]
+        last = self.length[:, None] - 1
+        columns = last + self.columns[: chain.tokens.shape[1] + 1]
         tokens = torch.cat([self.ids.gather(1, last), chain.tokens.to(self.ids.device)], dim=1)
         return tokens, columns
 
-    def prefixes(self, chain: Chain) -> list[list[Tensor]]:
-        """`[b][j]`: the text [1, L] before chain position `j` of row `b`."""
-        full = [torch.cat([self.ids[b, :length], chain.tokens[b]])[None] for b, length in enumerate(self.lengths)]
-        count = chain.tokens.shape[1] + 1
-        return [[full[b][:, : length + j] for j in range(count)] for b, length in enumerate(self.lengths)]
+    def prefixes(self, chain: Chain) -> Prefixes:
+        """The text before each chain position and before the branch point."""
+        count = chain.tokens.shape[1]
+        columns = self.length[:, None] + self.columns[:count]
+        ids = self.ids.scatter(1, columns, chain.tokens)  # [B, C]
+        return Prefixes(ids[:, None].expand(-1, count + 1, -1), self.length[:, None] + self.columns[: count + 1])
 
     def step_prefix(self, chain: Chain, j: int) -> Tensor:
         """The text [B, L] before chain position `j`, for rows of equal length."""
@@ -88,36 +98,41 @@ class Text:
 
     # ---- committing
 
-    def commit(self, verdict: Verdict, chain: Chain, scores: ScoresSoFar | None = None) -> list[Outcome]:
-        """Add what a verdict allows, token by token, as far as the stopping criteria let each row go.
+    def offer(self, verdict: Verdict, chain: Chain) -> None:
+        """Write what a verdict allows behind the text; how much of it stays is for `commit` to say."""
+        if self.in_step:
+            return
+        rows, count = chain.tokens.shape
+        tokens = torch.cat([chain.tokens.to(self.ids.device), verdict.token[:, None]], dim=1)
+        tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.token[:, None])
+        self.ids.scatter_(1, self.length[:, None] + self.columns[: count + 1], tokens)
+
+    def commit(self, reports: list[Report], scores: ScoresSoFar | None = None) -> list[Outcome]:
+        """Add what the verdicts allow, token by token, as far as the stopping criteria let each row go.
 
         Args:
-            verdict: what the target said of the chain.
-            chain: the chain it judged.
+            reports: one a row.
             scores: what stopping criteria are shown after `n` tokens of this round, if scores are recorded.
         """
-        device = self.ids.device
-        words = torch.cat([torch.stack(verdict, 1).to(device), chain.tokens.to(device)], dim=1)
-        plan = words.tolist()  # the round's one wait for the device
-        offered = [row[3 : 3 + row[0]] + [row[1]] for row in plan]
+        offered = [report.offered for report in reports]
         gained = self._advance_in_step(offered, scores) if self.in_step else self._advance(offered, scores)
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
-        self._stream()
-        return [
-            Outcome(count, accepted, token, survivor, done)
-            for count, (accepted, token, survivor, *_), done in zip(gained, plan, self.done)
+        outcomes = [
+            Outcome(count, report.accepted, report.token, report.survivor, done)
+            for count, report, done in zip(gained, reports, self.done)
         ]
+        self.outbox.send([list(map(int, field)) for field in (*zip(*outcomes), self.lengths)])
+        return outcomes
 
     def _advance(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:
         gained = [0] * len(offered)
         for b, tokens in enumerate(offered):
             if self.done[b]:
                 continue
-            start = self.lengths[b]
-            self.ids[b, start : start + len(tokens)] = torch.tensor(tokens, device=self.ids.device)
             for token in tokens:
                 self.lengths[b] += 1
+                self.new[b].append(token)
                 gained[b] += 1
                 shown = None if scores is None else scores(gained[b])
                 if self.stopper.row_ends(self.ids[b : b + 1, : self.lengths[b]], token, shown):
@@ -132,6 +147,8 @@ class Text:
             column = [self.pad_token if done else offered[b][j] for b, done in enumerate(self.done)]
             self.ids[:, self.lengths[0]] = torch.tensor(column, device=self.ids.device)
             self.lengths = [length + 1 for length in self.lengths]
+            for tokens, token in zip(self.new, column):
+                tokens.append(token)
             gained = [count + (not done) for count, done in zip(gained, self.done)]
             shown = None if scores is None else scores(j + 1)
             ends = self.stopper.rows_end(self.ids[:, : self.lengths[0]].contiguous(), column, shown)
@@ -141,18 +158,13 @@ class Text:
                 break
         return gained
 
-    def _stream(self) -> None:
-        """Hand out every column that is final in all rows."""
+    def hand_out(self) -> None:
+        """Give the streamer every column that is final in all rows."""
         if self.streamer is None:
             return
-        final = (
-            max(self.lengths)
-            if self.finished
-            else min(length for length, done in zip(self.lengths, self.done) if not done)
-        )
+        counts = [len(tokens) for tokens in self.new]
+        final = max(counts) if self.finished else min(n for n, done in zip(counts, self.done) if not done)
         for column in range(self.streamed, final):
-            tokens = [
-                int(self.ids[b, column]) if column < self.lengths[b] else self.pad_token for b in range(len(self.done))
-            ]
+            tokens = [row[column] if column < len(row) else self.pad_token for row in self.new]
             self.streamer.put(torch.tensor(tokens))
         self.streamed = max(self.streamed, final)

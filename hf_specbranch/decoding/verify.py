@@ -77,11 +77,20 @@ def judge_samples(
     p_there = p[torch.arange(rows, device=p.device), where]  # [B, V]
     q_there = q[torch.arange(rows, device=p.device), where]
     source = torch.where((standing < tested)[:, None], residual(p_there, q_there), p_there)
-    fresh = torch.multinomial(source, 1, generator=generator)[:, 0]
+    fresh = draw(source, generator)
     main_stands = standing > length  # the whole chain, and the main branch's token behind it
     token = torch.where(main_stands, branches[:, 0], fresh)
     survivor = _find(token, branches, torch.where(standing >= length, width, 0))
     return Verdict(torch.minimum(standing, length), token, survivor)
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A token from each distribution [..., V].
+
+    The least of independent exponential waiting times with rates `p` is `x` with probability `p(x)`. Unlike
+    `torch.multinomial` this never asks the device whether `p` is valid.
+    """
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:

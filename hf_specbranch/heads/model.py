@@ -178,6 +178,8 @@ class _Bound:
         self.head, self.embeddings = head, embeddings
         self.feature_layers = head.config.feature_layers
         self.draft_scores = head.config.reads_scores
+        weights = (*head.parameters(), *head.buffers(), *embeddings.parameters())
+        self.settings = (repr(head.config), tuple(weight.data_ptr() for weight in weights))
 
     @torch.no_grad()
     def __call__(self, line: Survivor) -> Tensor:

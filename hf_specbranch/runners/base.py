@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,8 +12,17 @@ class Step(NamedTuple):
     """What one forward pass returns."""
 
     logits: Tensor  # [B, Q, V], as the model gives them
-    hidden_states: tuple[Tensor, ...] | None = None  # a layer: [B, Q, H]; only when asked for
-    attentions: tuple[Tensor, ...] | None = None  # a layer: [B, heads, Q, S]; only when asked for
+    hidden_states: Sequence[Tensor] | Mapping[int, Tensor] | None = None  # a layer: [B, Q, H]; only when asked for
+    attentions: Sequence[Tensor] | None = None  # a layer: [B, heads, Q, S]; only when asked for
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether there is a hidden state for each logit; the prompt's pass has more states than logits."""
+        states = self.hidden_states
+        if not states:
+            return False
+        first = next(iter(states.values())) if isinstance(states, Mapping) else states[0]
+        return first.shape[1] == self.logits.shape[1]
 
 
 class Runner(Protocol):

@@ -25,15 +25,17 @@ def runner_for(model: PreTrainedModel, role: str, rows: int, slots: int, runtime
         role: "target" or "draft", for error messages.
         rows: the batch size.
         slots: the longest a row may get; room is made for it in advance where that is reasonable.
-        runtime: "eager", "graph", or "auto": graphs on CUDA where the model can be captured, eager elsewhere.
+        runtime: "eager", "graph", "compile", or "auto": graphs on CUDA where the model can be captured, eager
+            elsewhere.
     """
     masks = mask_maker_for(model, role)
-    if runtime == "eager" or (reason := why_not_captured(model)):
-        if runtime == "graph":
-            raise ValueError(f"runtime='graph' cannot run the {role} {type(model).__name__}: {reason}")
+    reason = "" if runtime == "eager" else why_not_captured(model)
+    if reason and runtime != "auto":
+        raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
+    if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    runner = graph.take(model, masks, rows)
+    runner = graph.take(model, masks, rows, compiles=runtime == "compile")
     runner.reserve(rows, min(slots + BRANCHES, UPFRONT))
     yield runner
     graph.give_back(runner, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .base import Step
+from .desk import Desk
 from .masks import MaskMaker
 from .slots import SlotCache
+
+SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
 
 
 class EagerRunner:
@@ -21,6 +25,9 @@ class EagerRunner:
         model: any decoder-only model whose attention takes explicit masks.
         masks: how this model wants its masks; see `probe.mask_maker_for`.
     """
+
+    captures = False  # whether desks capture whole stages
+    runtime = "eager"
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
         self.model = model
@@ -63,25 +70,24 @@ class EagerRunner:
         self.reserve(positions.shape[0], first + positions.shape[1])
         self.slot_positions[:, first : first + positions.shape[1]] = positions
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        visible: Tensor,
-        first: int | None = None,
-        **extra: Any,
-    ) -> Step:
-        """See `Runner`.
+    def desk(self, settings: Hashable) -> Desk:
+        """Where stages with these settings run."""
+        return Desk(self.device)
 
-        Args:
-            first: if every row writes the same neighbouring slots, the first of them; writing is faster then.
-            extra: goes to the model as it is (`output_hidden_states` and the like).
-        """
+    def bucket(self, slots: int) -> int:
+        """How many slots a captured forward reads where this many are needed."""
+        return round_up(slots)
+
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """See `Runner`; `extra` goes to the model as it is (`output_hidden_states` and the like)."""
+        return self.forward_as_it_is(tokens, positions, slots, visible, **extra)
+
+    def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """The same, launched kernel by kernel; for stages that are captured as a whole."""
         shown = visible.shape[2]
         if self.masks.window is not None:
             self.slot_positions.scatter_(1, slots, positions)
-        self.cache.address.point_at(slots, shown, first)
+        self.cache.address.point_at(slots, shown)
         output = self.model(
             input_ids=tokens,
             attention_mask=self.masks(visible, positions, self.slot_positions[:, :shown]),
@@ -95,3 +101,8 @@ class EagerRunner:
     def move(self, source: Tensor, destination: Tensor) -> None:
         self.slot_positions.scatter_(1, destination, self.slot_positions.gather(1, source))
         self.cache.move(source, destination)
+
+
+def round_up(slots: int) -> int:
+    """The next power of two, so that few sizes are captured."""
+    return max(SMALLEST, 1 << (slots - 1).bit_length())

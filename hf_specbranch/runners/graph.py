@@ -1,4 +1,4 @@
-"""The fast runner on CUDA: forwards captured once as graphs and replayed with a single launch.
+"""The fast runner on CUDA: forwards and whole stages captured once as graphs and replayed with a single launch.
 
 In eager mode Python launches the hundreds of kernels of a forward one by one, more slowly than the GPU runs them,
 and two models in one process cannot even launch at the same time. A replay is one launch, so the target's pass
@@ -8,6 +8,9 @@ and the draft's steps really run beside each other.
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,13 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .base import Step
-from .eager import EagerRunner
+from .desk import CapturedDesk, Desk, GraphMemory
+from .eager import EagerRunner, round_up
 from .masks import MaskMaker
 
 logger = logging.getLogger(__name__)
 
-SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
 MOST_QUERIES = 64  # longer forwards are rare and run eagerly
+MOST_DESKS = 4  # settings whose stages are kept; the least recently used go
 
 
 class Captured(NamedTuple):
@@ -38,55 +42,55 @@ class Captured(NamedTuple):
 
 
 class GraphRunner(EagerRunner):
-    """Captures a forward for every (queries, visible slots) it meets, rounded up to few sizes.
+    """Captures a forward for every (queries, visible slots) it meets, rounded up to few sizes, and gives out desks
+    on which whole stages are captured.
 
-    What it returns is overwritten by the next forward of the same size. A model that cannot be captured runs
-    eagerly.
+    What `forward` returns is overwritten by the next forward of the same size.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
+    captures = True
+
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker, compiles: bool = False) -> None:
         super().__init__(model, masks)
+        self.compiles = compiles
+        self.runtime = "compile" if compiles else "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
-        self.capturable = True
+        self.desks: dict[Hashable, CapturedDesk] = {}
         self.fingerprint = 0  # of the model when the runner was made
 
     @cached_property
-    def pool(self) -> Any:
-        """Memory that all graphs of this runner share; they never replay at the same time."""
-        return torch.cuda.graph_pool_handle()
+    def graph_memory(self) -> GraphMemory:
+        """What all graphs of this runner share; they never replay at the same time."""
+        return GraphMemory(self.device)
 
-    @cached_property
-    def stream(self) -> torch.cuda.Stream:
-        """Where forwards are captured."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+    def desk(self, settings: Hashable) -> Desk:
+        """The desk for stages with these settings, from an earlier generation if there was one."""
+        desk = self.desks.pop(settings, None) or CapturedDesk(self.device, self.graph_memory)
+        self.desks[settings] = desk
+        for oldest in list(self.desks)[:-MOST_DESKS]:
+            del self.desks[oldest]
+        return desk
 
     def reserve(self, rows: int, slots: int) -> None:
         before = self.cache.address.capacity, self.slot_positions.shape
         super().reserve(rows, round_up(slots))
         if (self.cache.address.capacity, self.slot_positions.shape) != before:
             self.captured.clear()  # their buffers have moved
+            for desk in self.desks.values():
+                desk.graphs.clear()
+            if self.device.type == "cuda":
+                self.graph_memory.renew()
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        visible: Tensor,
-        first: int | None = None,
-        **extra: Any,
-    ) -> Step:
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         rows, queries, shown = visible.shape
-        if not self.capturable or queries > MOST_QUERIES:
-            return super().forward(tokens, positions, slots, visible, first, **extra)
+        if queries > MOST_QUERIES:
+            return super().forward(tokens, positions, slots, visible, **extra)
         size = round_up(shown)
         self.reserve(rows, size)
         key = (rows, queries, size, *sorted(extra.items()))
         captured = self.captured.get(key)
         if captured is None:
-            captured = self._capture(tokens, positions, slots, visible, size, extra)
-            if captured is None:
-                return super().forward(tokens, positions, slots, visible, first, **extra)
-            self.captured[key] = captured
+            captured = self.captured[key] = self._capture(tokens, positions, slots, visible, size, extra)
         captured.tokens.copy_(tokens)
         captured.positions.copy_(positions)
         captured.slots.copy_(slots)
@@ -95,52 +99,72 @@ class GraphRunner(EagerRunner):
         captured.graph.replay()
         return captured.step
 
+    def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        with self._layers():
+            return super().forward_as_it_is(tokens, positions, slots, visible, **extra)
+
+    def _layers(self) -> AbstractContextManager[None]:
+        if not self.compiles:
+            return nullcontext()
+        from .compiled import compiled_layers
+
+        return compiled_layers(self.model)
+
     def _capture(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
-    ) -> Captured | None:
+    ) -> Captured:
         """Record the forward. It runs on the real inputs, so what it writes to the cache is what belongs there."""
         rows, queries, shown = visible.shape
         padded = torch.zeros((rows, queries, size), dtype=torch.bool, device=self.device)
         padded[:, :, :shown] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
         graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self.stream):
-                super().forward(*buffers, **extra)  # libraries set themselves up outside the graph
-                self.stream.synchronize()
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    step = super().forward(*buffers, **extra)
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            self.capturable = False
-            reason = str(error).splitlines()[0]
-            logger.warning("%s runs eagerly: it cannot be captured (%s)", type(self.model).__name__, reason)
-            return None
-        finally:
-            current.wait_stream(self.stream)
+        with self.graph_memory.aside():
+            self.forward_as_it_is(*buffers, **extra)  # libraries set themselves up outside the graph
+            with self.graph_memory.recording(graph):
+                step = self.forward_as_it_is(*buffers, **extra)
         return Captured(graph, *buffers, step)
-
-
-def round_up(slots: int) -> int:
-    """The next power of two, so that few sizes are captured."""
-    return max(SMALLEST, 1 << (slots - 1).bit_length())
 
 
 # Runners that wait for a model's next generation: their graphs and caches are worth keeping. A waiting runner holds
 # no reference to its model, so that it goes when the model goes.
-_IDLE: WeakKeyDictionary[PreTrainedModel, dict[int, GraphRunner]] = WeakKeyDictionary()
+_IDLE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, GraphRunner]] = WeakKeyDictionary()
+# Models that were seen to ask the device something in mid-forward, and what was said about it.
+_ASKS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
-def take(model: PreTrainedModel, masks: MaskMaker, rows: int) -> GraphRunner:
+def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
+    """Why a forward of this model cannot be captured, found out by trying once; empty if it can.
+
+    A forward that waits for the device (to route tokens to experts, say) cannot be part of a graph.
+    """
+    if model not in _ASKS:
+        tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+        runner = EagerRunner(model, masks)
+        runner.reserve(1, 1)
+        sees_itself = torch.ones((1, 1, 1), dtype=torch.bool, device=tokens.device)
+        mode = torch.cuda.get_sync_debug_mode()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                runner.forward(tokens, tokens, tokens, sees_itself)  # what is set up on first use may wait
+                torch.cuda.set_sync_debug_mode("error")
+                runner.forward(tokens, tokens, tokens, sees_itself)
+                _ASKS[model] = ""
+            except RuntimeError as error:
+                _ASKS[model] = f"its forward cannot be captured ({str(error).splitlines()[0]})"
+                logger.warning("%s runs eagerly: %s", type(model).__name__, _ASKS[model])
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+    return _ASKS[model]
+
+
+def take(model: PreTrainedModel, masks: MaskMaker, rows: int, compiles: bool) -> GraphRunner:
     """A runner for this model and batch size, from an earlier generation if it still fits the model."""
-    waiting = _IDLE.get(model, {}).pop(rows, None)
+    waiting = _IDLE.get(model, {}).pop((rows, compiles), None)
     current = fingerprint(model)
     if waiting is None or waiting.fingerprint != current:
-        runner = GraphRunner(model, masks)
+        runner = GraphRunner(model, masks, compiles)
         runner.fingerprint = current
         return runner
     waiting.model, waiting.masks = model, masks
@@ -150,7 +174,7 @@ def take(model: PreTrainedModel, masks: MaskMaker, rows: int) -> GraphRunner:
 
 def give_back(runner: GraphRunner, rows: int) -> None:
     """Keep a runner for the next generation; one for each model, so that caches do not pile up."""
-    _IDLE[runner.model] = {rows: runner}
+    _IDLE[runner.model] = {(rows, runner.compiles): runner}
     del runner.model
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -37,7 +37,15 @@ class Clock:
 
 
 class Beside:
-    """Runs the target's pass beside the draft's work: in a thread, and on CUDA on a stream of its own.
+    """Runs the target's pass beside the draft's work.
+
+    On CUDA each has a stream of its own, the draft's with high priority, so that its small kernels need not queue
+    behind the target's. Where launching takes long (eager forwards) the target's pass is launched from a thread.
+
+    Args:
+        target: the target's device.
+        draft: the draft's device.
+        inline: launch the target's pass from the calling thread: it is a replay, and takes no time.
 
     Example:
         >>> with Beside(torch.device("cpu"), torch.device("cpu")) as beside:
@@ -48,30 +56,42 @@ class Beside:
         42
     """
 
-    def __init__(self, target: torch.device, draft: torch.device) -> None:
-        self.clock = Clock(target, draft)
-        self.stream = None
+    def __init__(self, target: torch.device, draft: torch.device, inline: bool = False) -> None:
+        self.inline = inline
+        self.stream = self.draft_stream = None
         if target.type == "cuda":
             self.stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+        if draft.type == "cuda":
+            self.draft_stream = torch.cuda.Stream(draft, priority=-1)  # type: ignore[no-untyped-call]
+        self.device = draft
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
+        self.clock = Clock(target, draft)
         self.target_spans: list[tuple[Any, Any]] = []
         self.draft_spans: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Beside:
+        self.exit = ExitStack()
+        if self.draft_stream is not None:
+            outer = torch.cuda.current_stream(self.device)
+            self.draft_stream.wait_stream(outer)
+            self.exit.callback(outer.wait_stream, self.draft_stream)
+            self.exit.enter_context(torch.cuda.stream(self.draft_stream))
+        self.exit.callback(self.threads.shutdown)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.threads.shutdown(wait=True)
+        self.exit.close()
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
         """Begin `work(*arguments)`; the returned function waits for its result."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        future: Future[Result] = self.threads.submit(self._run, work, arguments)
+        finished = self._run(work, arguments) if self.inline else None
+        future = None if self.inline else self.threads.submit(self._run, work, arguments)
 
         def result() -> Result:
-            value = future.result()
+            value = cast(Result, finished if future is None else future.result())
             if self.stream is not None:
                 torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             return value

@@ -23,13 +23,12 @@ class Address:
 
     def __init__(self) -> None:
         self.slots: Tensor | None = None  # [B, Q]; None appends behind what is there
-        self.first: int | None = None  # set where every row writes the same neighbouring slots from here on
         self.shown = 0  # slots the attention reads: the first `shown`
         self.capacity = BUCKET
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def point_at(self, slots: Tensor | None, shown: int, first: int | None = None) -> None:
-        self.slots, self.shown, self.first = slots, shown, first
+    def point_at(self, slots: Tensor | None, shown: int) -> None:
+        self.slots, self.shown = slots, shown
         self._on_device.clear()
 
     def rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,12 +79,12 @@ class SlotLayer(CacheLayerMixin):
             self.values[:, :, self.appended : end] = value_states
             self.appended = end
             return self.keys[:, :, :end], self.values[:, :, :end]
-        shown, first = self.address.shown, self.address.first
-        if first is not None:
-            self.keys[:, :, first : first + key_states.shape[2]] = key_states
-            self.values[:, :, first : first + key_states.shape[2]] = value_states
+        shown = self.address.shown
+        rows, slots = self.address.rows_and_slots(self.keys.device)
+        if slots.shape[0] == 1:  # one plain kernel each
+            self.keys.index_copy_(2, slots[0], key_states.to(self.keys.dtype))
+            self.values.index_copy_(2, slots[0], value_states.to(self.values.dtype))
         else:
-            rows, slots = self.address.rows_and_slots(self.keys.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]

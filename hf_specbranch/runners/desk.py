@@ -1,0 +1,129 @@
+"""Fixed memory and the stages that work on it.
+
+A stage (draft a line, verify a chain, judge it) is a function without arguments or result that reads and writes the
+tensors of a desk. Where its shapes are fixed and it asks the device nothing, it can be captured as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import torch
+from torch import Tensor
+
+_serials = count()
+
+
+class Desk:
+    """Memory for one generation, and stages that run as they are.
+
+    Args:
+        device: where the memory is.
+        fixed: stages keep to shapes that do not depend on what the device has found, and ask it nothing. Without
+            that they may ask, and do only what is needed.
+    """
+
+    def __init__(self, device: torch.device, fixed: bool = False) -> None:
+        self.device, self.fixed = device, fixed
+        self.serial = next(_serials)  # names this memory; never used again
+        self.memory: dict[str, Tensor] = {}
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
+        """Zeros that stay where they are."""
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        """Copy a result of a stage to memory that stays where it is; `recall` finds it, after a replay too."""
+        memory = self.memory.get(name)
+        if memory is None:
+            memory = self.memory.setdefault(name, torch.empty_like(value))
+        return memory.copy_(value)
+
+    def recall(self, name: str) -> Tensor:
+        """What was kept last under this name."""
+        return self.memory[name]
+
+    def generator(self, name: str, seed: int) -> torch.Generator:
+        """A source of randomness for stages."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def run(self, key: Hashable, stage: Callable[[], None]) -> None:
+        """Do the work of a stage; `key` names everything about it that is not in the desk's memory."""
+        stage()
+
+
+class GraphMemory:
+    """Memory that graphs share, and the stream they are recorded on. They must never replay at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew once all graphs are gone: their memory went with the last of them."""
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What is launched inside becomes the graph."""
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream for recording, after what was launched before and ahead of what follows."""
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            yield
+        current.wait_stream(self.stream)
+
+
+class CapturedDesk(Desk):
+    """Memory that outlives a generation, and stages captured as CUDA graphs.
+
+    A stage runs eagerly the first time and is recorded then; from the second time on it is one launch.
+
+    Args:
+        device: a CUDA device.
+        graph_memory: what the graphs of a model share.
+    """
+
+    def __init__(self, device: torch.device, graph_memory: GraphMemory) -> None:
+        super().__init__(device, fixed=True)
+        self.graph_memory = graph_memory
+        self.generators: dict[str, torch.Generator] = {}
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
+        known = self.memory.get(name)
+        if known is None:
+            return self.memory.setdefault(name, super().tensor(name, shape, dtype))
+        assert known.shape == tuple(shape) and known.dtype == dtype, (name, known.shape, tuple(shape))
+        return known.zero_()
+
+    def generator(self, name: str, seed: int) -> torch.Generator:
+        known = self.generators.setdefault(name, torch.Generator(self.device))
+        return known.manual_seed(seed)
+
+    def run(self, key: Hashable, stage: Callable[[], None]) -> None:
+        graph = self.graphs.get(key)
+        if graph is None:
+            self.graphs[key] = self._run_and_capture(stage)
+        else:
+            graph.replay()
+
+    def _run_and_capture(self, stage: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators.values():
+            graph.register_generator_state(generator)
+        with self.graph_memory.aside():
+            stage()  # this time's work; recording does none
+            with self.graph_memory.recording(graph):
+                stage()
+        return graph

@@ -1,0 +1,131 @@
+"""Stages of fixed shape, as they are captured in CUDA graphs, run as they are: the same tokens, the same counts."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from hf_specbranch import SpeculationHook, load_demo_pair
+from hf_specbranch.bench import python_prompts
+from hf_specbranch.decoding.fixed_scoring import has_fixed_form
+from hf_specbranch.runners.desk import Desk
+from hf_specbranch.runners.eager import EagerRunner
+
+from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
+from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+
+@pytest.fixture(autouse=True)
+def fixed_stages(monkeypatch):
+    monkeypatch.setattr(EagerRunner, "captures", True)
+    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+
+
+def both(model, draft, monkeypatch, **kwargs):
+    """The outputs and statistics with fixed stages and without."""
+    fixed = model.generate(**kwargs, assistant_model=draft), model.specbranch_stats
+    assert not model.specbranch_stats.slowed_by
+    with monkeypatch.context() as patch:
+        patch.setattr(EagerRunner, "captures", False)
+        return fixed, (model.generate(**kwargs, assistant_model=draft), model.specbranch_stats)
+
+
+COUNTS = (
+    "new_tokens", "target_forwards", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "rollback_tokens",
+    "wasted_branch_tokens", "branch_points", "branch_hits", "acceptance_histogram",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, draft, monkeypatch):
+    model = attached(target)
+    kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
+    for gamma, epsilon in ((4, 0.4), (3, 0.0), (1, 0.9)):
+        settings = config(policy, gamma=gamma, epsilon=epsilon)
+        (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch=settings)
+        assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
+        for name in COUNTS:
+            assert getattr(stats, name) == getattr(counts, name), name
+        assert_counts_add_up(stats)
+
+
+def test_rows_that_end_early_leave_the_others_alone(target, draft, monkeypatch):
+    model = attached(target)
+    kwargs = {**prompt(4), "max_new_tokens": 60, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
+    (out, stats), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4))
+    assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
+    assert_counts_add_up(stats)
+
+
+@pytest.mark.parametrize("extra", [{"min_new_tokens": 20}, {"min_length": 25}, {"repetition_penalty": 1.3}])
+def test_processors_run_inside_the_stage(extra, target, draft, monkeypatch):
+    model = attached(target)
+    kwargs = {**prompt(2), "max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *range(10, 30)], **extra}
+    (out, _), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=3))
+    assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
+
+
+def test_a_head_runs_inside_the_stage(monkeypatch):
+    target, draft, tokenizer, head = load_demo_pair(draft="weak", head=True)
+    model = attached(target)
+    inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
+    kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False, "length_head": head}
+    (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs)
+    assert torch.equal(out, expected)
+    for name in COUNTS:
+        assert getattr(stats, name) == getattr(counts, name), name
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "sample"])
+@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+def test_samples_follow_the_targets_distribution(policy, drafting):
+    model, _ = sampling_pair()
+    settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
+    assert p_value(draw(settings, samples=6_000), exact_distribution(model)) > SMALLEST_P
+
+
+def test_sampling_is_repeatable(target, draft):
+    model = attached(target)
+    kwargs = {**prompt(2), "max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        texts.append(model.generate(**kwargs, assistant_model=draft))
+    assert torch.equal(*texts) and not model.specbranch_stats.slowed_by
+
+
+class Shy(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Opinionated(SpeculationHook):
+    def stop(self, state):
+        return state.confidence < 0.2
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"logits_processor": [Shy()]}, "Shy runs on the host"),
+        ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor runs on the host"),
+        ({"speculation_hooks": [Opinionated()]}, "the hook Opinionated runs on the host"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "are returned"),
+    ],
+)
+def test_what_slows_a_generation_is_said(extra, reason, target, draft):
+    model = attached(target)
+    kwargs = {**prompt(), "max_new_tokens": 20, "do_sample": False}
+    out = model.generate(**kwargs, **extra, assistant_model=draft)
+    assert reason in model.specbranch_stats.slowed_by
+    sequences = out if torch.is_tensor(out) else out.sequences
+    plain = {name: value for name, value in extra.items() if name != "speculation_hooks"}
+    expected = target.generate(**kwargs, **plain)
+    assert torch.equal(sequences, expected if torch.is_tensor(expected) else expected.sequences)
+
+
+def test_a_penalty_that_spares_the_prompt_has_no_fixed_form():
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    assert has_fixed_form(RepetitionPenaltyLogitsProcessor(1.2))
+    assert not has_fixed_form(RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3))
