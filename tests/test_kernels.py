@@ -247,6 +247,7 @@ def logits_over_branches(model, context=None, device="cpu"):
             return model(**call).logits
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_computes_the_same(family):
     model = make(family)
@@ -257,6 +258,7 @@ def test_a_fused_model_computes_the_same(family):
     assert torch.equal(logits_over_branches(model), expected)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 def test_models_built_like_llama_are_recognised_whole(family):
     model = make(family)
@@ -304,6 +306,7 @@ def test_fusing_uses_no_memory_and_changes_no_parameter():
     assert len(storages()) == len(list(model.parameters()))
 
 
+@pytest.mark.compat
 def test_a_fused_model_is_saved_and_loaded_as_before(tmp_path):
     model = make("llama")
     plain = copy.deepcopy(model)
@@ -420,6 +423,7 @@ def test_parameters_shared_by_two_modules_stay_shared():
     torch.testing.assert_close(logits_over_branches(model, fused), logits_over_branches(model), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.compat
 def test_the_attention_can_be_asked_for_by_name():
     register()
     model = make("llama")

@@ -79,7 +79,7 @@ def attend(
         scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, blocks.listed.shape[1],
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
-        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=4,
+        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=8 if query.dtype == torch.float32 else 4,
         num_stages=1 if query.dtype == torch.float32 else STAGES,
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
