@@ -85,6 +85,7 @@ def examine(
     max_new_tokens: int = 48,
     gamma: int = 8,
     branches: int = 4,
+    repeats: int = 2,
     runtime: str = "auto",
     tick: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -99,6 +100,7 @@ def examine(
         max_new_tokens: how much text each is to give.
         gamma: the longest draft of the defaults that are measured.
         branches: the most branches of these.
+        repeats: the fastest of so many runs counts.
         runtime: as in `SpecBranchConfig`.
         tick: called after every generation; `examination_generations` says how often.
 
@@ -123,14 +125,14 @@ def examine(
         checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
         return Report(checks, "Nothing could be measured: " + checks[-1].found)
     measurement = measure_costs(
-        model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=1, tick=tick
+        model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=repeats, tick=tick
     )
     return _conclude(checks, agreements, measurement, runtime)
 
 
-def examination_generations(prompts: int) -> int:
+def examination_generations(prompts: int, repeats: int = 2) -> int:
     """How often `examine` will tick."""
-    return prompts + generations(prompts, repeats=1)
+    return prompts + generations(prompts, repeats)
 
 
 # ---- checks

@@ -22,7 +22,7 @@ from .config import SpecBranchConfig
 from .simulate import Agreement, Round, StepCosts, predict, replay
 
 Inputs = dict[str, Tensor]
-PLAIN_RUNS = 3
+PLAIN = "plain generate()", "its first token"
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,20 @@ def measure_costs(
     """
     ways = ways_to_measure(gamma, branches, runtime)
     runs: dict[str, list[_Run]] = {name: [] for name in ways}
-    plain = _plain_speed(model, prompts, agreements, tick)
+    plain_seconds = 0.0
     for inputs, agreement in zip(prompts, agreements):
-        best = dict.fromkeys(ways, float("inf"))
+        new_tokens = len(agreement.rank)
+        best = dict.fromkeys((*ways, *PLAIN), float("inf"))
         for turn in range(repeats + 1):  # in turns, so that a busy moment of the machine hits all ways; one warm-up
-            for name, way in ways.items():
-                seconds = decode_seconds(model, draft, inputs, way, len(agreement.rank))
+            for name in best:
+                seconds = (
+                    decode_seconds(model, draft, inputs, ways[name], new_tokens)
+                    if name in ways
+                    else _plain_seconds(model, inputs, new_tokens if name == PLAIN[0] else 1)
+                )
                 best[name] = min(best[name], seconds) if turn else best[name]
                 tick()
+        plain_seconds += best[PLAIN[0]] - best[PLAIN[1]]
         for name, way in ways.items():
             runs[name].append(_Run(replay(agreement, way), best[name]))
     apart = [run for name, way in ways.items() if not way.overlap for run in runs[name]]
@@ -116,12 +122,12 @@ def measure_costs(
     tokens = sum(len(agreement.rank) - 1 for agreement in agreements)
     measured = {name: tokens / sum(run.seconds for run in found) for name, found in runs.items()}
     predicted = {name: predict(agreements, way, costs).tokens_per_second for name, way in ways.items()}
-    return Measurement(costs, plain, measured, predicted, ways)
+    return Measurement(costs, tokens / plain_seconds, measured, predicted, ways)
 
 
 def generations(prompts: int, repeats: int = 2) -> int:
     """How often `measure_costs` will tick."""
-    return prompts * (2 * PLAIN_RUNS + (repeats + 1) * len(ways_to_measure(1, 1)))
+    return prompts * (repeats + 1) * (len(ways_to_measure(1, 1)) + len(PLAIN))
 
 
 def decode_seconds(
@@ -132,24 +138,13 @@ def decode_seconds(
     return float(model.specbranch_stats.total_seconds - model.specbranch_stats.time_to_first_token)
 
 
-def _plain_speed(
-    model: Any, prompts: Sequence[Inputs], agreements: Sequence[Agreement], tick: Callable[[], None]
-) -> float:
-    """Tokens per second of plain `generate()` behind the first token; the fastest of a few runs counts."""
-
-    def fastest(inputs: Inputs, length: int) -> float:
-        times = []
-        for _ in range(PLAIN_RUNS):
-            began = time.perf_counter()
-            model.generate(**inputs, max_new_tokens=length, do_sample=False, specbranch=False)
-            _wait(model)
-            times.append(time.perf_counter() - began)
-            tick()
-        return min(times)
-
-    counts = [len(agreement.rank) for agreement in agreements]
-    seconds = sum(fastest(inputs, count) - fastest(inputs, 1) for inputs, count in zip(prompts, counts))
-    return (sum(counts) - len(counts)) / seconds
+def _plain_seconds(model: Any, inputs: Inputs, new_tokens: int) -> float:
+    """One plain greedy generation, whole."""
+    began = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, specbranch=False)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - began
 
 
 def _fit(runs: Sequence[_Run]) -> StepCosts:
@@ -183,8 +178,3 @@ def _hidden(costs: StepCosts, pairs: Sequence[tuple[list[_Run], list[_Run]]]) ->
         rounds = [each for run in apart for each in run.rounds]
         could += costs.seconds(rounds) - replace(costs, hidden=1.0).seconds(rounds)
     return min(1.0, max(0.0, saved / could)) if could else 0.0
-
-
-def _wait(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

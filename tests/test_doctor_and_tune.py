@@ -71,7 +71,9 @@ def test_overlap_is_switched_off_where_it_hides_nothing():
 @pytest.fixture(scope="module")
 def report(target, draft):
     tokenizer, ticks = letter_tokenizer(VOCABULARY), []
-    found = examine(attached(target), draft, tokenizer, tokenizer, [PROMPT], 10, tick=lambda: ticks.append(1))
+    found = examine(
+        attached(target), draft, tokenizer, tokenizer, [PROMPT], 10, repeats=1, tick=lambda: ticks.append(1)
+    )
     assert len(ticks) > 10
     return found
 
@@ -95,7 +97,7 @@ def test_the_best_settings_are_predicted_no_slower_than_the_defaults(report):
 
 def test_the_doctor_says_plainly_when_speculation_is_slower(target, stranger):
     tokenizer = letter_tokenizer(VOCABULARY)
-    report = examine(attached(target), stranger, tokenizer, tokenizer, [PROMPT], 8)
+    report = examine(attached(target), stranger, tokenizer, tokenizer, [PROMPT], 8, repeats=1)
     assert report.recommended is None and report.verdict.startswith("Not worth it here: speculation would be slower")
 
 
@@ -169,7 +171,7 @@ def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders
 @pytest.mark.slow
 def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    said = run(folders, "doctor")
+    said = run(folders, "doctor", "--repeat", 1)
     worth = "Worth it" in said.stdout or "Hardly worth it" in said.stdout
     assert said.exit_code == (0 if worth else 3)
     assert max(map(len, said.stdout.splitlines())) <= 60
@@ -178,7 +180,7 @@ def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monke
 
 
 def test_the_command_doctor_speaks_json(folders):
-    said = run(folders, "doctor", "--json")
+    said = run(folders, "doctor", "--repeat", 1, "--json")
     answer = json.loads(said.stdout)
     assert answer["usable"] and said.exit_code == (3 if answer["recommended"] is None else 0)
 

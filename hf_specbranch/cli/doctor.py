@@ -26,6 +26,7 @@ def doctor(
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Take the first so many.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="For each prompt.")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="The fastest of so many runs counts.")] = 2,
     gamma: Annotated[int, typer.Option(min=1, help="Longest draft of the defaults.")] = 8,
     branches: Annotated[int, typer.Option(min=1, max=8, help="Most branches of the defaults.")] = 4,
     runtime: options.Runtime = None,
@@ -43,7 +44,7 @@ def doctor(
     with leaving_cleanly():
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
         large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        with tqdm(total=examination_generations(len(texts)), unit="run", leave=False, disable=as_json) as bar:
+        with tqdm(total=examination_generations(len(texts), repeat), unit="run", leave=False, disable=as_json) as bar:
             report = examine(
                 large,
                 small,
@@ -53,6 +54,7 @@ def doctor(
                 max_new_tokens,
                 gamma,
                 branches,
+                repeats=repeat,
                 runtime=runtime or "auto",
                 tick=bar.update,
             )
