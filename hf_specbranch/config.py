@@ -36,6 +36,8 @@ class SpecBranchConfig:
             with the models' layers compiled first (a slower start, faster passes); "auto" takes graphs on CUDA and
             ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
+        kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
+            recognised; False runs transformers' own code.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
@@ -53,6 +55,7 @@ class SpecBranchConfig:
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
+    kernels: bool = True
     draft_sampling: str = "auto"
 
     def __post_init__(self) -> None:
@@ -65,8 +68,9 @@ class SpecBranchConfig:
         epsilon = self.confidence_threshold
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= 1:
             raise ValueError(f"confidence_threshold={epsilon!r}: expected a number from 0 to 1")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap={self.overlap!r}: expected True or False")
+        for name in ("overlap", "kernels"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
         head = self.length_head
         if not (head is None or isinstance(head, str) or callable(head)):
             raise ValueError(f"length_head={head!r}: expected None, a path, a repository id or a callable")

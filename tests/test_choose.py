@@ -59,29 +59,29 @@ def test_the_fingerprint_notices_attention_and_precision(target):
 def test_a_runner_waits_for_the_models_next_generation(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
-    first = graph.take(model, masks, rows=1, compiles=False)
+    first = graph.take(model, masks, rows=1)
     first.prefill(prompt()["input_ids"], torch.arange(7)[None], None)
     graph.give_back(first, rows=1)
-    again = graph.take(model, masks, rows=1, compiles=False)
+    again = graph.take(model, masks, rows=1)
     assert again is first and again.model is model
     assert again.cache.get_seq_length() == 0  # nothing of the last text is left to see
     graph.give_back(again, rows=1)
-    assert graph.take(model, masks, rows=2, compiles=False) is not first
+    assert graph.take(model, masks, rows=2) is not first
 
 
 def test_a_runner_whose_model_has_changed_is_not_used_again(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
-    runner = graph.take(model, masks, rows=1, compiles=False)
+    runner = graph.take(model, masks, rows=1)
     graph.give_back(runner, rows=1)
     model.to(torch.float64)
-    assert graph.take(model, mask_maker_for(model, "target"), rows=1, compiles=False) is not runner
+    assert graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
 
 
 def test_what_is_kept_goes_with_the_model_or_on_request(target):
     for goes in (True, False):
         model = copy.deepcopy(target)
-        graph.give_back(graph.take(model, mask_maker_for(model, "target"), rows=1, compiles=False), rows=1)
+        graph.give_back(graph.take(model, mask_maker_for(model, "target"), rows=1), rows=1)
         kept = len(graph._IDLE)
         if goes:
             del model

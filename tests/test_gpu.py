@@ -38,15 +38,45 @@ def test_greedy_output_equals_plain_generate(policy, overlap, rows, runtime, tar
         assert_counts_add_up(model.specbranch_stats)
 
 
-@pytest.mark.parametrize("runtime", ["eager", "graph"])
-def test_real_text_equals_plain_generate(runtime):
+@pytest.mark.parametrize("settings", [{"runtime": "eager"}, {"runtime": "graph"}, {"kernels": False}], ids=str)
+def test_real_text_equals_plain_generate(settings):
     target, draft, tokenizer = load_demo_pair(device="cuda")
     model = specbranch(target)
-    for item in python_prompts()[:10]:
+    for item in python_prompts()[:6]:
         inputs = tokenizer(item.prompt, return_tensors="pt").to("cuda")
         kwargs = {**inputs, "max_new_tokens": 64, "do_sample": False}
-        got = model.generate(**kwargs, assistant_model=draft, specbranch={"runtime": runtime})
+        got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
         assert torch.equal(got, model.generate(**kwargs))
+
+
+def test_compiled_layers_give_the_same_tokens(target, draft):
+    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
+    for seed in range(2):
+        kwargs = {**to_gpu(prompt(length=7 + 5 * seed, seed=seed)), "max_new_tokens": 40, "do_sample": False}
+        got = model.generate(**kwargs, assistant_model=draft, specbranch=config(runtime="compile"))
+        assert torch.equal(got, plain.generate(**kwargs)) and model.specbranch_stats.runtime == "compile"
+
+
+@pytest.mark.slow
+def test_fifty_prompts_give_the_same_tokens_whatever_runs_them():
+    """128 tokens each in float32: plain `generate()`, and every runtime."""
+    target, draft, tokenizer = load_demo_pair(device="cuda")
+    model = specbranch(target)
+    settings = [
+        {"runtime": "eager"},
+        {"runtime": "graph"},
+        {"runtime": "graph", "kernels": False},
+        {"runtime": "compile"},
+    ]
+    prompts = [prompt for item in python_prompts() for prompt in (item.prompt, item.prompt + "\n    # ")][:50]
+    differing = [0] * len(settings)
+    for text in prompts:
+        kwargs = {**tokenizer(text, return_tensors="pt").to("cuda"), "max_new_tokens": 128, "do_sample": False}
+        expected = model.generate(**kwargs)
+        for index, choice in enumerate(settings):
+            got = model.generate(**kwargs, assistant_model=draft, specbranch=choice)
+            differing[index] += not torch.equal(got, expected)
+    assert len(prompts) == 50 and differing == [0] * len(settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

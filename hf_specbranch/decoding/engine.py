@@ -97,11 +97,11 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     stats = SpecBranchStats(policy=policy.name)
     recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
     with ExitStack() as runners:
-        runner = runners.enter_context(runner_for(call.model, "target", call.rows, call.slots, call.config.runtime))
+        settings = call.rows, call.slots, call.config.runtime, call.config.kernels
+        runner = runners.enter_context(runner_for(call.model, "target", *settings))
         draft_runner = None
         if call.draft is not None and policy.drafts:
-            opened = runner_for(call.draft, "draft", call.rows, call.slots, call.config.runtime)
-            draft_runner = runners.enter_context(opened)
+            draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
         parts = Assembly(call, policy, runner, draft_runner, recorder, stats).parts()
         drafter, text = parts.drafter, parts.text
         with Beside(parts.target.device, drafter.device, inline=text.fixed) as beside:

@@ -17,7 +17,9 @@ BRANCHES = 64  # room for branches behind the text
 
 
 @contextmanager
-def runner_for(model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str) -> Iterator[EagerRunner]:
+def runner_for(
+    model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str, kernels: bool = True
+) -> Iterator[EagerRunner]:
     """A runner for one generation.
 
     Args:
@@ -27,6 +29,7 @@ def runner_for(model: PreTrainedModel, role: str, rows: int, slots: int, runtime
         slots: the longest a row may get; room is made for it in advance where that is reasonable.
         runtime: "eager", "graph", "compile", or "auto": graphs on CUDA where the model can be captured, eager
             elsewhere.
+        kernels: under "graph", run what is recognised of the model through our kernels.
     """
     masks = mask_maker_for(model, role)
     reason = "" if runtime == "eager" else why_not_captured(model)
@@ -35,7 +38,8 @@ def runner_for(model: PreTrainedModel, role: str, rows: int, slots: int, runtime
     if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    runner = graph.take(model, masks, rows, compiles=runtime == "compile")
+    layers: graph.Layers = "compiled" if runtime == "compile" else "fused" if kernels else "plain"
+    runner = graph.take(model, masks, rows, layers)
     runner.reserve(rows, min(slots + BRANCHES, UPFRONT))
     yield runner
     graph.give_back(runner, rows)

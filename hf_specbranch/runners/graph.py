@@ -12,20 +12,24 @@ import warnings
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels import fuse, fused
 from .base import Step
+from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
 from .eager import EagerRunner, round_up
 from .masks import MaskMaker
 
 logger = logging.getLogger(__name__)
 
+# How the layers of a model run: as transformers wrote them, through our kernels, or compiled.
+Layers = Literal["plain", "fused", "compiled"]
 MOST_QUERIES = 64  # longer forwards are rare and run eagerly
 MOST_DESKS = 4  # settings whose stages are kept; the least recently used go
 
@@ -50,10 +54,10 @@ class GraphRunner(EagerRunner):
 
     captures = True
 
-    def __init__(self, model: PreTrainedModel, masks: MaskMaker, compiles: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker, layers: Layers = "plain") -> None:
         super().__init__(model, masks)
-        self.compiles = compiles
-        self.runtime = "compile" if compiles else "graph"
+        self.layers = layers
+        self.runtime = "compile" if layers == "compiled" else "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.desks: dict[Hashable, CapturedDesk] = {}
         self.fingerprint = 0  # of the model when the runner was made
@@ -103,12 +107,10 @@ class GraphRunner(EagerRunner):
         with self._layers():
             return super().forward_as_it_is(tokens, positions, slots, visible, **extra)
 
-    def _layers(self) -> AbstractContextManager[None]:
-        if not self.compiles:
-            return nullcontext()
-        from .compiled import compiled_layers
-
-        return compiled_layers(self.model)
+    def _layers(self) -> AbstractContextManager[Any]:
+        if self.layers == "fused":
+            return fused(self.model)
+        return compiled_layers(self.model) if self.layers == "compiled" else nullcontext()
 
     def _capture(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
@@ -159,12 +161,14 @@ def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
     return _ASKS[model]
 
 
-def take(model: PreTrainedModel, masks: MaskMaker, rows: int, compiles: bool) -> GraphRunner:
+def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
     """A runner for this model and batch size, from an earlier generation if it still fits the model."""
-    waiting = _IDLE.get(model, {}).pop((rows, compiles), None)
+    waiting = _IDLE.get(model, {}).pop((rows, layers), None)
+    if layers == "fused":
+        fuse(model)  # nothing happens where it was done before
     current = fingerprint(model)
     if waiting is None or waiting.fingerprint != current:
-        runner = GraphRunner(model, masks, compiles)
+        runner = GraphRunner(model, masks, layers)
         runner.fingerprint = current
         return runner
     waiting.model, waiting.masks = model, masks
@@ -174,7 +178,7 @@ def take(model: PreTrainedModel, masks: MaskMaker, rows: int, compiles: bool) ->
 
 def give_back(runner: GraphRunner, rows: int) -> None:
     """Keep a runner for the next generation; one for each model, so that caches do not pile up."""
-    _IDLE[runner.model] = {(rows, runner.compiles): runner}
+    _IDLE[runner.model] = {(rows, runner.layers): runner}
     del runner.model
 
 
