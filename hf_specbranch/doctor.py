@@ -14,9 +14,9 @@ from .checks import check_model, check_pair
 from .config import SpecBranchConfig
 from .mixin import specbranch
 from .runners.probe import mask_maker_for
-from .simulate import Agreement, predict, record_agreement
+from .simulate import Agreement, predict
 from .step_costs import Inputs, Measurement, generations, measure_costs
-from .tune import BRANCHES, Ranked, rank
+from .tune import Ranked, rank, record_all
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory
@@ -117,11 +117,8 @@ def examine(
         return Report(checks, f"This pair cannot be used: {failed[0].found}")
     model = specbranch(target)
     inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
-    agreements = []
-    for each in inputs:
-        agreements.append(record_agreement(model, draft, each, max_new_tokens, candidates=max(BRANCHES)))
-        tick()
-    if not any(len(agreement.rank) > 1 for agreement in agreements):
+    inputs, agreements = record_all(model, draft, inputs, max_new_tokens, tick)
+    if not agreements:
         checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
         return Report(checks, "Nothing could be measured: " + checks[-1].found)
     measurement = measure_costs(

@@ -118,10 +118,9 @@ def tune(
         >>> found = tune(specbranch(target), draft, prompts, max_new_tokens=12, finalists=1, repeats=1)
         >>> found.best.to_json_file("tuned.json")  # doctest: +SKIP
     """
-    agreements = []
-    for inputs in prompts:
-        agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES)))
-        tick()
+    prompts, agreements = record_all(model, draft, prompts, max_new_tokens, tick)
+    if not agreements:
+        raise ValueError("the target ends every text after one token: give other prompts")
     measurement = measure_costs(model, draft, prompts, agreements, runtime=runtime, repeats=1, tick=tick)
     ranked = rank(agreements, measurement.costs, policies, runtime)
     chosen = {each.config: each.prediction.tokens_per_second for each in _finalists(ranked, finalists)}
@@ -138,6 +137,22 @@ def tune(
                 tick()
     trials = [Trial(config, chosen[config], median(speeds[config])) for config in chosen]
     return Tuning(sorted(trials, key=lambda trial: -trial.measured), measurement)
+
+
+def record_all(
+    model: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Inputs],
+    max_new_tokens: int,
+    tick: Callable[[], None],
+) -> tuple[list[Inputs], list[Agreement]]:
+    """The prompts that give more than one token, and a recording of each."""
+    agreements = []
+    for inputs in prompts:
+        agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES)))
+        tick()
+    useful = [index for index, agreement in enumerate(agreements) if len(agreement.rank) > 1]
+    return [prompts[index] for index in useful], [agreements[index] for index in useful]
 
 
 def tuning_generations(prompts: int, finalists: int, repeats: int, policies: int) -> int:

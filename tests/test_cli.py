@@ -1,5 +1,6 @@
 """The commands, as a user calls them."""
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.cli import app, main
 from hf_specbranch.cli.chat import Conversation
+from hf_specbranch.cli.generate import prompt_from
+from hf_specbranch.cli.options import settings_from
 
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
@@ -62,12 +65,13 @@ def test_generate_prints_the_text_and_notes_the_statistics(pair):
     assert re.search(r"12 tokens, [\d.]+ a second, policy specbranch", said.stderr)
 
 
-@pytest.mark.parametrize("source", ["file", "standard input"])
-def test_generate_takes_its_prompt_from(source, tmp_path, pair):
+def test_generate_takes_its_prompt_from_a_file_or_from_standard_input(tmp_path, monkeypatch):
     (tmp_path / "prompt.py").write_text(PROMPT)
-    where = ["--file", tmp_path / "prompt.py"] if source == "file" else []
-    said = run("generate", *where, "--max-new-tokens", 6, "--json", input=PROMPT if source != "file" else "")
-    assert json.loads(said.stdout)["text"] == continuation(pair, PROMPT, 6)
+    assert prompt_from(None, tmp_path / "prompt.py") == PROMPT
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert prompt_from(None, None) == PROMPT
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        prompt_from("", None)
 
 
 def test_generate_speaks_json(pair):
@@ -77,16 +81,21 @@ def test_generate_speaks_json(pair):
     assert answer["stats"]["policy"] == "vanilla" and len(answer["stats"]["acceptance_histogram"]) <= 4
 
 
-def test_generate_loads_settings_and_lets_options_win(tmp_path):
+def test_settings_come_from_the_file_and_options_win(tmp_path):
     SpecBranchConfig(policy="pearl", max_draft_length=2).to_json_file(tmp_path / "tuned.json")
-    common = ["generate", PROMPT, "--max-new-tokens", 4, "--json", "--config", tmp_path / "tuned.json"]
-    assert json.loads(run(*common).stdout)["stats"]["policy"] == "pearl"
-    assert json.loads(run(*common, "--policy", "vanilla").stdout)["stats"]["policy"] == "vanilla"
+    settings = settings_from(tmp_path / "tuned.json", "vanilla", None, 0.3, None, None)
+    assert settings == SpecBranchConfig(policy="vanilla", max_draft_length=2, confidence_threshold=0.3)
+
+
+def test_generate_loads_settings(tmp_path):
+    SpecBranchConfig(policy="pearl", max_draft_length=2).to_json_file(tmp_path / "tuned.json")
+    said = run("generate", PROMPT, "--max-new-tokens", 4, "--json", "--config", tmp_path / "tuned.json")
+    assert json.loads(said.stdout)["stats"]["policy"] == "pearl"
 
 
 def test_the_seed_decides_what_is_sampled():
     def sampled(seed):
-        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 5, "--seed", seed, "--json"]
+        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 4, "--seed", seed, "--json"]
         return json.loads(run("generate", PROMPT, *asked).stdout)["text"]
 
     assert sampled(1) == sampled(1) != sampled(2)

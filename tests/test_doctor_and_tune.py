@@ -179,6 +179,7 @@ def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monke
         assert expected in " ".join(said.stdout.split())
 
 
+@pytest.mark.slow
 def test_the_command_doctor_speaks_json(folders):
     said = run(folders, "doctor", "--repeat", 1, "--json")
     answer = json.loads(said.stdout)
@@ -188,3 +189,13 @@ def test_the_command_doctor_speaks_json(folders):
 def test_recording_works_on_an_attached_model_too(target, draft):
     alone = record_agreement(target, draft, prompt(), 10)
     assert record_agreement(specbranch(attached(target), draft=draft), draft, prompt(), 10) == alone
+
+
+def test_prompts_that_end_at_once_are_told(target, draft):
+    mute = attached(target)
+    mute.generation_config.eos_token_id = list(range(VOCABULARY))
+    tokenizer = letter_tokenizer(VOCABULARY)
+    report = examine(mute, draft, tokenizer, tokenizer, [PROMPT])
+    assert not report.usable and "ends every text after one token" in report.verdict
+    with pytest.raises(ValueError, match="ends every text after one token"):
+        tune(mute, draft, [prompt()])

@@ -48,11 +48,10 @@ def task_pipe(pair):
     return pipeline("specbranch-text-generation", model=model, draft=draft, tokenizer=tokenizer, device="cpu")
 
 
-@pytest.fixture(params=["attached model", "own task"])
-def pipe(request, attached_pipe, task_pipe):
-    chosen = attached_pipe if request.param == "attached model" else task_pipe
-    chosen.model.specbranch_stats = None
-    return chosen
+@pytest.fixture
+def pipe(attached_pipe):
+    attached_pipe.model.specbranch_stats = None
+    return attached_pipe
 
 
 def assert_it_speculated(pipe):
@@ -75,26 +74,26 @@ def test_batches_give_the_text_of_a_plain_pipeline(pipe, plain):
     assert_it_speculated(pipe)
 
 
-def test_a_streamer_gets_the_text(attached_pipe, plain, pair):
+def test_a_streamer_gets_the_text(pipe, plain, pair):
     streamer = TextIteratorStreamer(pair[2], skip_prompt=True)
-    said = attached_pipe(PROMPTS[0], **GREEDY, streamer=streamer, return_full_text=False)
+    said = pipe(PROMPTS[0], **GREEDY, streamer=streamer, return_full_text=False)
     assert "".join(streamer) == said[0]["generated_text"] == plain(PROMPTS[0], **GREEDY)[0]["generated_text"][14:]
 
 
-def test_a_text_streamer_prints_as_it_does_for_a_plain_pipeline(attached_pipe, plain, pair, capsys):
-    for each in (attached_pipe, plain):
+def test_a_text_streamer_prints_as_it_does_for_a_plain_pipeline(pipe, plain, pair, capsys):
+    for each in (pipe, plain):
         each(PROMPTS[0], **GREEDY, streamer=TextStreamer(pair[2]))
     ours, theirs = capsys.readouterr().out.split(PROMPTS[0])[1:]
     assert ours == theirs
 
 
-def test_sampling_follows_the_seed(attached_pipe):
+def test_sampling_follows_the_seed(pipe):
     def sampled(seed):
         torch.manual_seed(seed)
-        return attached_pipe(PROMPTS[0], do_sample=True, temperature=1.0, max_new_tokens=12)[0]["generated_text"]
+        return pipe(PROMPTS[0], do_sample=True, temperature=1.0, max_new_tokens=12)[0]["generated_text"]
 
     assert sampled(1) == sampled(1) != sampled(2)
-    assert_it_speculated(attached_pipe)
+    assert_it_speculated(pipe)
 
 
 def test_sampling_that_leaves_no_choice_gives_the_greedy_text(pipe, plain):
@@ -103,18 +102,25 @@ def test_sampling_that_leaves_no_choice_gives_the_greedy_text(pipe, plain):
     assert_it_speculated(pipe)
 
 
-def test_several_continuations_may_be_asked_for(attached_pipe):
+def test_several_continuations_may_be_asked_for(pipe):
     torch.manual_seed(0)
-    said = attached_pipe(PROMPTS[0], do_sample=True, num_return_sequences=3, max_new_tokens=8)
+    said = pipe(PROMPTS[0], do_sample=True, num_return_sequences=3, max_new_tokens=8)
     assert len({each["generated_text"] for each in said}) > 1 and len(said) == 3
 
 
-def test_settings_may_be_given_with_the_call(attached_pipe):
-    attached_pipe(PROMPTS[0], **GREEDY, specbranch=SpecBranchConfig(policy="vanilla"))
-    assert attached_pipe.model.specbranch_stats.policy == "vanilla"
+def test_settings_may_be_given_with_the_call(pipe):
+    pipe(PROMPTS[0], **GREEDY, specbranch=SpecBranchConfig(policy="vanilla"))
+    assert pipe.model.specbranch_stats.policy == "vanilla"
 
 
 # ---- the task that loads the draft itself
+
+
+def test_the_task_takes_a_draft_and_all_that_text_generation_takes(task_pipe, plain):
+    asked = {**GREEDY, "batch_size": 2, "return_full_text": False}
+    assert task_pipe(PROMPTS[:3], **asked) == plain(PROMPTS[:3], **asked)
+    assert task_pipe(CHAT, **GREEDY) == plain(CHAT, **GREEDY)
+    assert_it_speculated(task_pipe)
 
 
 def test_target_draft_and_head_may_be_named(plain):

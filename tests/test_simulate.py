@@ -16,7 +16,7 @@ SETTINGS = {
 NEW_TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=["good", "weak"])
+@pytest.fixture(scope="module", params=["good", pytest.param("weak", marks=pytest.mark.slow)])
 def pair(request):
     target, draft, tokenizer = load_demo_pair(request.param)
     inputs = tokenizer(python_prompts()[1].prompt, return_tensors="pt")
