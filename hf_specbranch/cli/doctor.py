@@ -86,6 +86,7 @@ def show(report: Report) -> None:
             f"{costs['hidden']:.0%} is hidden.\n"
         )
         console.print(_policies(report))
+        console.print(f"\nPredictions are {report.prediction_error:.0%} off what was measured (median).")
     console.print(f"\n{report.verdict}")
     if report.recommended is not None:
         chosen = {name: report.recommended[name] for name in _SHOWN}

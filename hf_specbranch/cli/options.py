@@ -11,7 +11,7 @@ import typer
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..config import SpecBranchConfig
+from ..config import RUNTIMES, SpecBranchConfig
 from ..demo_pair import load_demo_pair
 from .pair import EMBEDDED, load_pair
 
@@ -24,7 +24,7 @@ Policy = Annotated[str | None, typer.Option(help="autoregressive, vanilla, pearl
 Gamma = Annotated[int | None, typer.Option(min=1, help="Longest draft.")]
 Epsilon = Annotated[float | None, typer.Option(min=0, max=1, help="Stop drafting below this confidence.")]
 Branches = Annotated[int | None, typer.Option(min=1, help="Most branches at a fork.")]
-Runtime = Annotated[str | None, typer.Option(help="auto, eager or graph.")]
+Runtime = Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNTIMES)}.")]
 Config = Annotated[Path | None, typer.Option(help="Settings as JSON, e.g. from `tune`; options given here win.")]
 Device = Annotated[str, typer.Option(help="e.g. cpu or cuda; auto takes a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights; auto is bfloat16 on a GPU, float32 elsewhere.")]
