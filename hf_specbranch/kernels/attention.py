@@ -85,7 +85,7 @@ def attend(
     out = query.new_empty((rows, queries, heads, size))
     _combine_kernel[(rows * heads * queries,)](
         partial, scores, scores[1], sinks if sinks is not None else scores, out, heads, queries, size, splits,
-        SINKS=sinks is not None, SPLITS=power_of_two(splits), SIZE=power_of_two(size, 16), num_warps=1,
+        SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -132,7 +132,7 @@ def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> 
         queries = seen.shape[2]
         _use_kernel[(rows, number)](
             seen, used, queries, slots, number, seen.stride(0), seen.stride(2),
-            MASK=_mask_kind(mask), QUERIES=power_of_two(queries), BLOCK=size, num_warps=1,
+            MASK=_mask_kind(mask), QUERIES=power_of_two(queries, 16), BLOCK=size, num_warps=1,
         )  # fmt: skip
     else:
         used.fill_(1)

@@ -28,7 +28,6 @@ from .forwards import (
 )
 from .interface import NAME, UNCAPPED, one_pass, register
 from .recognise import (
-    Forward,
     calls_registered_attention,
     layer_norms,
     looks_like_attention,
@@ -37,6 +36,7 @@ from .recognise import (
     untouched,
 )
 from .storage import join, joined, separate
+from .trial import Forward
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth a measurement
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that may wait in the allocator

@@ -7,28 +7,30 @@ of the same input, and one that differs stays as it is. No names of models or cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .backend import FLOATS
-from .forwards import AttentionForward, LayerForward, MlpForward, NormForward, Shared, attention_inputs, mlp_inputs
+from .forwards import (
+    AttentionForward,
+    LayerForward,
+    MlpForward,
+    NormForward,
+    Shared,
+    attention_inputs,
+    epsilon,
+    mlp_inputs,
+)
 from .gated import recognise as recognise_activation
-from .norm import FORMS, PLAIN, NormForm
+from .norm import FORMS, PLAIN, NormForm, rms_norm_reference
+from .trial import Call, Forward, agreeing, errors_of, evaluating, tolerance, with_input
 
-Forward = Callable[..., Any]
-
-
-class Call(NamedTuple):
-    """One call of a module's own forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
+TRIED = 16  # tokens: kernels compiled for this many serve up to 16 queries over any cache that 16 divides
 
 
 def recognise(model: PreTrainedModel, shared: Shared, uncapped: bool) -> dict[nn.Module, Forward]:
@@ -49,8 +51,8 @@ def recognise(model: PreTrainedModel, shared: Shared, uncapped: bool) -> dict[nn
             candidates[module] = MlpForward(module, shared, activation)
         elif looks_like_attention(module) and (form := _shared_form(forms, _head_norms(module))) is not None:
             candidates[module] = AttentionForward(module, shared, form, uncapped)
-    found |= _agreeing(candidates, calls)
-    found |= _agreeing(_layers(model, calls, forms, shared), calls)
+    found |= agreeing(candidates, calls)
+    found |= agreeing(_layers(model, calls, forms, shared), calls)
     return found
 
 
@@ -62,14 +64,14 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
     """
     config = model.config.get_text_config(decoder=True)
     ids = _few_tokens(model)
-    hidden = torch.ones((1, 1, 5, 5), dtype=torch.bool, device=ids.device).triu(1)
-    hidden[..., 4, 1] = True
+    hidden = torch.ones((1, 1, TRIED, TRIED), dtype=torch.bool, device=ids.device).triu(1)
+    hidden[..., TRIED - 1, 1] = True
     mask = ~hidden
     if names[0] == "eager":
         mask = torch.zeros(hidden.shape, dtype=model.dtype, device=ids.device)
         mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
     logits = []
-    with _evaluating(model):
+    with evaluating(model):
         try:
             for name in names:
                 config._attn_implementation_internal = name
@@ -78,7 +80,7 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
             return False
         finally:
             config._attn_implementation_internal = names[0]
-    return bool((logits[0] - logits[1]).norm() <= _tolerance(torch.empty(0, dtype=model.dtype)) * logits[0].norm())
+    return bool((logits[0] - logits[1]).norm() <= tolerance(model.dtype) * logits[0].norm())
 
 
 def looks_like_norm(module: Any) -> bool:
@@ -165,16 +167,23 @@ def _shared_form(forms: dict[nn.Module, NormForm], norms: list[nn.Module]) -> No
 
 
 def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, NormForward]:
-    """Every norm under the form that comes closest, if that is close enough."""
-    modules = [module for module in calls if looks_like_norm(module)]
-    tried = [{module: NormForward(module, shared, form) for module in modules} for form in FORMS]
-    errors = [_errors(stand_ins, calls) for stand_ins in tried]
-    best = {}
+    """Every norm under the form that comes closest, if that is close enough.
+
+    The form is found in torch: a kernel would be compiled for each.
+    """
+    calls = {module: with_input(module, call) for module, call in calls.items() if looks_like_norm(module)}
+    modules = list(calls)
+    tried = [{module: partial(_norm_in_torch, module, form=form) for module in modules} for form in FORMS]
+    errors = [errors_of(stand_ins, calls) for stand_ins in tried]
+    closest: dict[nn.Module, Forward] = {}
     for module in modules:
-        error, choice = min((errors[index][module], index) for index in range(len(FORMS)))
-        if error <= _tolerance(calls[module].output):
-            best[module] = tried[choice][module]
-    return best
+        _, choice = min((errors[index][module], index) for index in range(len(FORMS)))
+        closest[module] = NormForward(module, shared, FORMS[choice])
+    return {module: forward for module, forward in agreeing(closest, calls).items() if isinstance(forward, NormForward)}
+
+
+def _norm_in_torch(module: Any, hidden_states: Tensor, form: NormForm) -> Tensor:
+    return rms_norm_reference(hidden_states, module.weight, epsilon(module), form=form)[0]
 
 
 def _layers(
@@ -197,53 +206,6 @@ def _final_norm(model: PreTrainedModel) -> nn.Module | None:
     return norm if isinstance(norm, nn.Module) else None
 
 
-def _agreeing(stand_ins: dict[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, Forward]:
-    errors = _errors(stand_ins, calls)
-    return {
-        module: stand_in
-        for module, stand_in in stand_ins.items()
-        if errors[module] <= _tolerance(_tensor(calls[module].output))
-    }
-
-
-@torch.no_grad()
-def _errors(stand_ins: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, float]:
-    """Relative distances between each module's own output and its stand-in's; read from the device all at once."""
-    errors: dict[nn.Module, Tensor] = {}
-    for module, stand_in in stand_ins.items():
-        call = calls[module]
-        expected = _tensor(call.output).float()
-        try:
-            got = _tensor(stand_in(*call.args, **_with_mask(module, call.kwargs))).float()
-            errors[module] = (got - expected).norm() / expected.norm()
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
-            errors[module] = torch.full((), torch.inf, device=expected.device)
-    if not errors:
-        return {}
-    distances = torch.stack([error.cpu() for error in errors.values()]).nan_to_num(torch.inf, torch.inf)
-    return dict(zip(errors, distances.tolist()))
-
-
-def _with_mask(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call with its causal mask spelled out, so that an attention's stand-in goes through the split kernel."""
-    states = kwargs.get("hidden_states")
-    if "attention_mask" not in kwargs or kwargs["attention_mask"] is not None or states is None:
-        return kwargs
-    length = states.shape[1]
-    mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=states.device).tril()
-    return {**kwargs, "attention_mask": mask.expand(states.shape[0], -1, -1, -1)}
-
-
-def _tensor(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
-def _tolerance(output: Any) -> float:
-    """Rounding is about 1e-6 in float32 and 5e-3 in bfloat16, a different computation about 1."""
-    return 1e-4 if _tensor(output).dtype == torch.float32 else 2e-2
-
-
 @torch.no_grad()
 def _watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
     """Send a few tokens through the model and note what the candidates were given and gave."""
@@ -254,7 +216,7 @@ def _watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
 
     looks = (looks_like_norm, looks_like_mlp, looks_like_attention, looks_like_layer)
     watched = [module for module in model.modules() if any(look(module) for look in looks)]
-    with _evaluating(model), ExitStack() as stack:
+    with evaluating(model), ExitStack() as stack:
         for module in watched:
             stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         model(input_ids=_few_tokens(model), use_cache=False)
@@ -263,18 +225,5 @@ def _watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:
     weight = model.get_input_embeddings().weight
-    ids: Tensor = (torch.arange(5, device=weight.device) * 7 + 1)[None] % weight.shape[0]
+    ids: Tensor = (torch.arange(TRIED, device=weight.device) * 7 + 1)[None] % weight.shape[0]
     return ids
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Dropout off for the moment, each module's own setting restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
