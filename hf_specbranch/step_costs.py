@@ -108,7 +108,7 @@ def measure_costs(
                 seconds = (
                     decode_seconds(model, draft, inputs, ways[name], new_tokens)
                     if name in ways
-                    else _plain_seconds(model, inputs, new_tokens if name == PLAIN[0] else 1)
+                    else plain_run_seconds(model, inputs, new_tokens if name == PLAIN[0] else 1)
                 )
                 best[name] = min(best[name], seconds) if turn else best[name]
                 tick()
@@ -138,7 +138,7 @@ def decode_seconds(
     return float(model.specbranch_stats.total_seconds - model.specbranch_stats.time_to_first_token)
 
 
-def _plain_seconds(model: Any, inputs: Inputs, new_tokens: int) -> float:
+def plain_run_seconds(model: Any, inputs: Inputs, new_tokens: int) -> float:
     """One plain greedy generation, whole."""
     began = time.perf_counter()
     model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, specbranch=False)

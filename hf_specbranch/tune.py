@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
 from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement
-from .step_costs import Inputs, Measurement, decode_seconds, generations, measure_costs
+from .step_costs import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
@@ -74,10 +74,12 @@ class Tuning:
 
     Args:
         trials: what was run, the fastest first.
+        plain: tokens per second of plain `generate()`, measured in turn with them.
         measurement: step costs here.
     """
 
     trials: list[Trial]
+    plain: float
     measurement: Measurement
 
     @property
@@ -128,15 +130,21 @@ def tune(
     for config in defaults:
         chosen.setdefault(config, predict(agreements, config, measurement.costs).tokens_per_second)
     speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in chosen}
+    plain = []
     for turn in range(repeats + 1):  # the first is a warm-up
         for inputs, agreement in zip(prompts, agreements):
+            count = len(agreement.rank)
             for config in chosen:
-                seconds = decode_seconds(model, draft, inputs, config, len(agreement.rank))
+                seconds = decode_seconds(model, draft, inputs, config, count)
                 if turn:
-                    speeds[config].append((len(agreement.rank) - 1) / seconds)
+                    speeds[config].append((count - 1) / seconds)
                 tick()
+            seconds = plain_run_seconds(model, inputs, count) - plain_run_seconds(model, inputs, 1)
+            if turn:
+                plain.append((count - 1) / seconds)
+            tick()
     trials = [Trial(config, chosen[config], median(speeds[config])) for config in chosen]
-    return Tuning(sorted(trials, key=lambda trial: -trial.measured), measurement)
+    return Tuning(sorted(trials, key=lambda trial: -trial.measured), median(plain), measurement)
 
 
 def record_all(
@@ -157,7 +165,7 @@ def record_all(
 
 def tuning_generations(prompts: int, finalists: int, repeats: int, policies: int) -> int:
     """At most how often `tune` will tick."""
-    return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies)
+    return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies + 1)
 
 
 def _finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:
