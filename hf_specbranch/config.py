@@ -29,6 +29,9 @@ class SpecBranchConfig:
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
             probability is below it. 0 never stops: drafts of fixed length.
         max_branches: k_max, the most branches at a branch point.
+        max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
+            correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
+            in the paper. "auto": 12 where stages are captured (further branches cost a GPU next to nothing), else 0.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
@@ -52,6 +55,7 @@ class SpecBranchConfig:
     max_draft_length: int | str = "auto"
     confidence_threshold: float = 0.4
     max_branches: int = 4
+    max_outcomes: int | str = "auto"
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
@@ -65,6 +69,8 @@ class SpecBranchConfig:
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
+        if self.max_outcomes not in ("auto", 0):
+            _whole_number("max_outcomes", self.max_outcomes, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= 1:
             raise ValueError(f"confidence_threshold={epsilon!r}: expected a number from 0 to 1")

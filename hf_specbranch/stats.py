@@ -33,6 +33,8 @@ class SpecBranchStats:
     wasted_branch_tokens: int = 0
     branch_points: int = 0  # verdicts that reached a fork
     branch_hits: int = 0  # of these, the ones after which a branch lived on
+    outcome_points: int = 0  # verdicts that ended the chain early although branches were there for that case
+    outcome_hits: int = 0  # of these, the ones after which a branch lived on
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: verdicts that accepted i drafted tokens
     draft_seconds: float = 0.0  # drafting that could run beside the target
     hidden_seconds: float = 0.0  # the part of it during which the target ran too
@@ -58,6 +60,11 @@ class SpecBranchStats:
     def branch_hit_rate(self) -> float:
         """How often a branch survived where the verdict reached the fork."""
         return _ratio(self.branch_hits, self.branch_points)
+
+    @property
+    def outcome_hit_rate(self) -> float:
+        """How often a branch survived where the chain was cut short."""
+        return _ratio(self.outcome_hits, self.outcome_points)
 
     @property
     def hidden_fraction(self) -> float:

@@ -31,7 +31,7 @@ def both(model, draft, monkeypatch, **kwargs):
 
 COUNTS = (
     "new_tokens", "target_forwards", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "rollback_tokens",
-    "wasted_branch_tokens", "branch_points", "branch_hits", "acceptance_histogram",
+    "wasted_branch_tokens", "branch_points", "branch_hits", "outcome_points", "outcome_hits", "acceptance_histogram",
 )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ COUNTS = (
 def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
-    for gamma, epsilon in ((4, 0.4), (3, 0.0), (1, 0.9)):
-        settings = config(policy, gamma=gamma, epsilon=epsilon)
+    for gamma, epsilon, outcomes in ((4, 0.4, 0), (3, 0.0, 5), (1, 0.9, 2)):
+        settings = config(policy, gamma=gamma, epsilon=epsilon, max_outcomes=outcomes)
         (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch=settings)
         assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
         for name in COUNTS:
@@ -49,10 +49,23 @@ def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, dr
         assert_counts_add_up(stats)
 
 
+def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
+    """The text is the same, and fewer rounds begin by drafting."""
+    model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
+    forwards = []
+    for outcomes in (0, 8):
+        settings = config(gamma=4, epsilon=0.0, max_outcomes=outcomes)
+        out = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
+        assert torch.equal(out, target.generate(**kwargs))
+        assert (model.specbranch_stats.outcome_hits > 0) == (outcomes > 0)
+        forwards.append(model.specbranch_stats.draft_forwards)
+    assert forwards[1] < forwards[0]
+
+
 def test_rows_that_end_early_leave_the_others_alone(target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(4), "max_new_tokens": 60, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
-    (out, stats), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4))
+    (out, stats), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4, max_outcomes=6))
     assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
     assert_counts_add_up(stats)
 
@@ -70,7 +83,7 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
     model = attached(target)
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
     kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False, "length_head": head}
-    (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs)
+    (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch={"max_outcomes": 0})
     assert torch.equal(out, expected)
     for name in COUNTS:
         assert getattr(stats, name) == getattr(counts, name), name
@@ -80,7 +93,7 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
 @pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
 def test_samples_follow_the_targets_distribution(policy, drafting):
     model, _ = sampling_pair()
-    settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
+    settings = config(policy, gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_outcomes=3)
     assert p_value(draw(settings, samples=6_000), exact_distribution(model)) > SMALLEST_P
 
 

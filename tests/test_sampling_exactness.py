@@ -34,6 +34,12 @@ def test_every_policy_samples_from_the_target(policy, drafting):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_branches_for_corrections_leave_the_distribution_alone(drafting):
+    settings = config("specbranch", gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_outcomes=4)
+    assert_exact(settings, samples=20_000)
+
+
 def test_the_autoregressive_policy_samples_from_the_target():
     assert_exact(config("autoregressive"), samples=15_000)
 
@@ -132,8 +138,9 @@ def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting
     def greedy_at_the_fork(self, logits, chain, branches):
         verdict, scores = honest(self, logits, chain, branches)
         at_point = scores[torch.arange(len(scores)), chain.length]
-        best = at_point.gather(1, branches.tokens).argmax(1)
-        forked = (verdict.accepted == chain.length) & (branches.width == branches.tokens.shape[1])
+        there = branches.at == chain.length[:, None]
+        best = at_point.gather(1, branches.tokens).masked_fill(~there, float("-inf")).argmax(1)
+        forked = (verdict.accepted == chain.length) & (there.sum(1) > 1)
         token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], verdict.token)
         return verify.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
 

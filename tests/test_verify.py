@@ -39,7 +39,7 @@ def test_drawing_from_p_and_looking_among_branches_reproduces_p_for_any_set_of_b
             torch.zeros((1, 0), dtype=torch.long),
             torch.tensor([0]),
             torch.tensor([branches]),
-            torch.tensor([len(branches)]),
+            torch.zeros((1, len(branches)), dtype=torch.long),
         )
         probability[int(verdict.token)] += p[choice]
         survivor = int(verdict.survivor)
@@ -55,7 +55,7 @@ def test_choices_are_followed_up_to_the_first_difference(chain, choices):
         torch.tensor([chain], dtype=torch.long).view(1, -1),
         torch.tensor([len(chain)]),
         torch.tensor([[0]]),
-        torch.tensor([0]),
+        torch.tensor([[NONE]]),
     )
     agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, choices))))
     assert (int(verdict.accepted), int(verdict.token)) == (agreed, choices[agreed])
@@ -67,10 +67,22 @@ def test_padding_behind_a_short_chain_is_never_accepted():
         chain=torch.tensor([[1, 1], [1, 1]]),
         length=torch.tensor([1, 2]),
         branches=torch.tensor([[1], [1]]),
-        width=torch.tensor([0, 1]),
+        at=torch.tensor([[NONE], [2]]),
     )
     assert verdict.accepted.tolist() == [1, 2]
     assert verdict.survivor.tolist() == [NONE, 0]
+
+
+def test_a_branch_survives_only_where_the_verdict_ends():
+    verdict = judge_choices(
+        choices=torch.tensor([[1, 5, 6], [4, 2, 6], [1, 2, 6]]),
+        chain=torch.tensor([[1, 2]]).expand(3, -1),
+        length=torch.tensor([2, 2, 2]),
+        branches=torch.tensor([[6, 4, 5]]).expand(3, -1),
+        at=torch.tensor([[2, 0, 1], [2, 1, 0], [2, 0, 1]]),
+    )
+    assert verdict.accepted.tolist() == [1, 0, 2]
+    assert verdict.survivor.tolist() == [2, NONE, 0]  # the second row's 4 was foreseen elsewhere
 
 
 @settings(max_examples=6, deadline=None)
@@ -91,7 +103,7 @@ def test_samples_have_the_joint_distribution_of_p(seed, length, width):
         drawn[:, :length],
         torch.full((rows,), length),
         branches,
-        torch.full((rows,), width),
+        torch.where(torch.arange(branches.shape[1]) < width, length, NONE).expand(rows, -1),
         rng,
     )
     # The first committed token of every row follows p at its position; so does the last, given where it stands.
@@ -111,7 +123,7 @@ def test_a_sibling_survives_when_the_residual_draws_its_token():
         torch.zeros((rows, 0), dtype=torch.long),
         torch.zeros(rows, dtype=torch.long),
         torch.tensor([[0, 1]]).expand(rows, -1),
-        torch.full((rows,), 2),
+        torch.zeros((rows, 2), dtype=torch.long),
         torch.Generator().manual_seed(0),
     )
     assert (verdict.token == 1).all() and (verdict.survivor == 1).all()
@@ -122,6 +134,7 @@ def test_equal_distributions_accept_everything(width):
     p = torch.full((64, 3, 4), 0.25)
     chain = torch.randint(0, 4, (64, 2))
     length, branch = torch.full((64,), 2), torch.randint(0, 4, (64, 1))
-    verdict = judge_samples(p, p, chain, length, branch, torch.full((64,), width), torch.Generator().manual_seed(0))
+    at = torch.full((64, 1), 2 if width else NONE)
+    verdict = judge_samples(p, p, chain, length, branch, at, torch.Generator().manual_seed(0))
     assert (verdict.accepted == 2).all()
     assert (verdict.survivor == (0 if width else NONE)).all()

@@ -21,7 +21,7 @@ from .line import Line
 from .loop import Parts
 from .policies import Policy
 from .recorder import Recorder
-from .scoring import is_opaque
+from .scoring import can_guide, is_opaque
 from .target import Target
 from .text import Text
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Tokens drawn from the draft were accepted at least as often as its likeliest ones from here on (docs/benchmarks.md);
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
+AUTO_OUTCOMES = 12  # where further branches cost next to nothing
 
 
 class Assembly:
@@ -64,6 +65,7 @@ class Assembly:
         if draft_runner is not None:
             self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
         self.fixed = self._can_be_fixed()
+        self.outcomes = self._outcomes()
         self.capacity = self._size(self.stopper.max_length + self.gamma + 2)  # columns of the text
         self.seeds = make_seeds(call)
 
@@ -108,6 +110,15 @@ class Assembly:
             return "inputs, target and draft are not on one device"
         return ""
 
+    def _outcomes(self) -> int:
+        """The most branches at chain positions; a guide follows the line and its end only."""
+        given = self.call.config.max_outcomes
+        wanted = given if isinstance(given, int) else AUTO_OUTCOMES if self.fixed else 0
+        if not self.policy.forks or any(map(can_guide, self.call.processors)):
+            return 0
+        most: int = self.gamma * min(self.branches, self.vocabulary - 1)
+        return min(wanted, most)
+
     def _size(self, needed: int) -> int:
         """Few sizes where memory and stages are to be used again."""
         return round_up(needed) if self.fixed else needed
@@ -148,8 +159,9 @@ class Assembly:
     def _drafter(self, runner: EagerRunner, target: int) -> Drafter:
         call, prompt = self.call, self.call.input_ids.to(runner.device)
         draws = self.samples and not self.in_step and draws_drafts(call)
-        capacity = self._size(self.capacity + (self.branches + 2) * (self.gamma + 1))
-        baked = (target, capacity, self.gamma, self.branches, self.policy.name, draws, self.vocabulary)
+        capacity = self._size(self.capacity + (self.branches + self.outcomes + 2) * (self.gamma + 1))
+        counts = (self.gamma, self.branches, self.outcomes)
+        baked = (target, capacity, *counts, self.policy.name, draws, self.vocabulary)
         desk = self._desk(runner, runner.device, (*baked, self.hooks.settings))
         own = self.attention[:, self.attention.shape[1] - prompt.shape[1] :]  # it reads the text, not what is cached
         own = own.to(runner.device)
@@ -158,7 +170,7 @@ class Assembly:
         reach = 2 * self.gamma + 2  # a chain, the branch point, a branch
         line = Line(desk, prompt, capacity, reach, self.vocabulary, generator)
         limit = self.stopper.max_length
-        return Drafter(desk, model, line, self.policy, self.gamma, self.branches, self.hooks, limit, self.stats)
+        return Drafter(desk, model, line, self.policy, *counts, self.hooks, limit, self.stats)
 
 
 def make_hooks(call: Call) -> HookList:

@@ -44,7 +44,7 @@ class NoDrafter:
         return self.nothing[1]
 
     def drafted(self) -> Tensor:
-        return torch.zeros((self.nothing[0].length.shape[0], 4), dtype=torch.long, device=self.device)
+        return torch.zeros((self.nothing[0].length.shape[0], 5), dtype=torch.long, device=self.device)
 
 
 class Drafter:
@@ -57,6 +57,7 @@ class Drafter:
         policy: what to draft.
         gamma: the most tokens drafted in one go.
         branches: the most branches at a branch point.
+        outcomes: the most branches at chain positions where the verdict may end.
         hooks: the decisions where to stop, how wide to fork and how much to keep.
         limit: the longest a text may get.
         stats: where to count.
@@ -70,22 +71,25 @@ class Drafter:
         policy: Policy,
         gamma: int,
         branches: int,
+        outcomes: int,
         hooks: HookList,
         limit: int,
         stats: SpecBranchStats,
     ) -> None:
         self.desk, self.model, self.line, self.policy, self.hooks, self.stats = desk, model, line, policy, hooks, stats
         self.device, self.serial = line.device, desk.serial
-        self.gamma, self.depth, self.branches = gamma, policy.depth(gamma), branches
-        self.siblings = Siblings(desk, line, model, branches - 1, self.depth)
+        self.gamma, self.depth, self.branches, self.outcomes = gamma, policy.depth(gamma), branches, outcomes
+        self.siblings = Siblings(desk, line, model, branches - 1 + outcomes, self.depth)
         self.prompt_length = int(line.end[0])
         rows = line.count
         self.limit = desk.tensor("limit", (1,)).fill_(limit)
         self.chain_tokens = desk.tensor("chain.tokens", (rows, gamma))
         self.chain_length = desk.tensor("chain.length", (rows,))
         self.point = desk.tensor("point", (rows,))  # the branch point's column
-        self.branch_tokens = desk.tensor("branches.tokens", (rows, branches))
-        self.width = desk.tensor("branches.width", (rows,))
+        self.branch_tokens = desk.tensor("branches.tokens", (rows, branches + outcomes))
+        self.branch_at = desk.tensor("branches.at", (rows, branches + outcomes)).fill_(NONE)
+        self.width = desk.tensor("branches.width", (rows,))  # branches at the branch point
+        self.order = torch.arange(branches, out=desk.tensor("branches.order", (branches,)))
         self.ahead = desk.tensor("ahead", (rows,), torch.bool)  # rows that draft past the chain
         self.survived = desk.tensor("survived", (rows,), torch.bool)  # the line outlived a verdict
         self.fresh = desk.tensor("fresh", (rows,), torch.bool)  # the line comes straight from the draft stage
@@ -121,24 +125,25 @@ class Drafter:
     def branch(self, reached: int) -> Branches:
         """Draft what may come after the chain, before the verdict on it is known."""
         if not self.policy.drafts_ahead:
-            return Branches(self.branch_tokens[:, :1], self.width, None)
+            return Branches(self.branch_tokens[:, :1], self.branch_at[:, :1], None)
         if self.desk.fixed:
             self.stats.draft_forwards += 1 + self.depth
         shown = self._shown(reached)
         self.desk.run(("branch", shown), lambda: self._branch(shown))
-        count = self.branches if self.desk.fixed else max(1, int(self.width.max()))
-        return Branches(self.branch_tokens[:, :count], self.width, self.branch_scores)
+        return Branches(self.branch_tokens, self.branch_at, self.branch_scores)
 
     def drafted(self) -> Tensor:
-        """[B, 4] what stands drafted while the target looks at the chain; see `Report`."""
+        """[B, 5] what stands drafted while the target looks at the chain; see `Report`."""
         branches = self.width if self.policy.forks else torch.zeros_like(self.width)
-        return torch.stack([self.chain_length, self.line.length - self.chain_length, branches, self.count], dim=1)
+        outcomes = (self.branch_at[:, self.branches :] != NONE).sum(1)
+        main = self.line.length - self.chain_length
+        return torch.stack([self.chain_length, main, branches, outcomes, self.count], dim=1)
 
     def _shown(self, reached: int) -> int:
         """How many slots a stage reads, where that must not be asked of the device."""
         if not self.desk.fixed:
             return 0
-        needed = reached + self.line.reach + self.depth * self.branches
+        needed = reached + self.line.reach + self.siblings.slots_needed
         self.model.runner.reserve(self.line.count, needed)
         return self.model.runner.bucket(needed)
 
@@ -158,6 +163,7 @@ class Drafter:
         self.ahead.copy_(self.policy.drafts_ahead & (room > self.chain_length + 1))
         self.survived.fill_(False)
         self.width.zero_()
+        self.branch_at.fill_(NONE)
         self.point.copy_(line.start + self.chain_length)
         self.chain_tokens.copy_(line.tokens(self.gamma))
         if self.chain_scores is not None:
@@ -219,17 +225,42 @@ class Drafter:
         width = self.hooks.fork(state).clamp(max=self.branches) if self.policy.forks else torch.ones_like(self.width)
         self.width.copy_(torch.where(ahead, width, 0))
         own = line.ids.gather(1, self.point[:, None])
-        self.branch_tokens.copy_(put_first(state.scores, own, self.branches))
+        self.branch_tokens[:, : self.branches] = put_first(state.scores, own, self.branches)
+        is_open = self.order < self.width[:, None]
+        self.branch_at[:, : self.branches] = torch.where(is_open, self.chain_length[:, None], NONE)
+        if self.outcomes:
+            self._foresee()
         if self.branch_scores is not None:
             self.branch_scores.copy_(state.scores)
         self._grow(shown)
 
+    def _foresee(self) -> None:
+        """Branches for verdicts that end the chain early, where these are most likely by what the draft says: the
+        tokens before the position are accepted, its own is not, and the target says another that the draft thought of.
+        """
+        line, gamma = self.line, self.gamma
+        tokens, q = line.tokens(gamma)[:, :, None], line.first_scores(gamma)  # [B, N, 1], [B, N, V]
+        stands = q.gather(2, tokens)[:, :, 0]  # [B, N]
+        reached = torch.cat([torch.ones_like(stands[:, :1]), stands[:, :-1]], dim=1).cumprod(1)
+        others = q.scatter(2, tokens, 0.0).topk(min(self.branches, q.shape[2] - 1), dim=2)  # [B, N, K]
+        places = line.offsets[:gamma, None].expand(-1, others.values.shape[2])  # [N, K]
+        in_chain = (places < self.chain_length[:, None, None]) & self.ahead[:, None, None]
+        chance = torch.where(in_chain, reached[:, :, None] * others.values, 0.0).flatten(1)
+        best = chance.topk(self.outcomes, dim=1)
+        self.branch_tokens[:, self.branches :] = others.indices.flatten(1).gather(1, best.indices)
+        at = places.flatten()[best.indices]
+        self.branch_at[:, self.branches :] = torch.where(best.values > 0, at, NONE)
+
     def _grow(self, shown: int) -> None:
-        """Draft the main branch and its siblings, `depth` tokens behind the branch point."""
+        """Draft the main branch and its siblings, `depth` tokens behind their first."""
         line, siblings = self.line, self.siblings
-        others = (self.branches if self.desk.fixed else int(self.width.max())) - 1
-        siblings.open(self.point, self.branch_tokens[:, 1 : 1 + others])
-        self.count += (self.width - 1).clamp(min=0) * (1 + self.depth)
+        others = self.siblings.most
+        if not self.desk.fixed and not self.outcomes:
+            others = int(self.width.max()) - 1
+        at = self.branch_at[:, 1 : 1 + others]
+        forks = torch.where(at == NONE, self.point[:, None], line.start[:, None] + at)
+        siblings.open(self.point, forks, self.branch_tokens[:, 1 : 1 + others])
+        self.count += (at != NONE).sum(1) * (1 + self.depth)
         goal = self.point + 1 + self.depth
         for step in range(self.depth):
             wants = self.ahead & (line.end < goal)

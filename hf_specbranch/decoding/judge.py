@@ -14,7 +14,7 @@ from .fixed_scoring import FixedScorer
 from .records import Branches, Chain, Report
 from .scoring import ExactScorer, Processor, Scorer, is_opaque
 from .text import Text
-from .verify import Verdict, draw, judge_choices, judge_samples
+from .verify import NONE, Verdict, draw, judge_choices, judge_samples
 
 UNDECIDED = -1
 
@@ -54,7 +54,7 @@ class Judge:
         rows = text.ids.shape[0]
         self.nothing = (  # for the round after the prompt, and for those who never draft
             Chain(desk.tensor("nothing.tokens", (rows, 0)), desk.tensor("nothing.length", (rows,))),
-            Branches(desk.tensor("nothing.branches", (rows, 1)), desk.tensor("nothing.width", (rows,))),
+            Branches(desk.tensor("nothing.branches", (rows, 1)), desk.tensor("nothing.at", (rows, 1)).fill_(NONE)),
         )
         self.report_memory: dict[int, Tensor] = {}
         self.feature_memory: Tensor | None = None
@@ -66,7 +66,7 @@ class Judge:
 
         Args:
             step: logits [B, N + 1, V] from the target, and its hidden states.
-            drafted: says what stands drafted, [B, 4]; see `Report`.
+            drafted: says what stands drafted, [B, 5]; see `Report`.
         """
         rows, count = chain.tokens.shape
         if count not in self.report_memory:
@@ -106,7 +106,7 @@ class Judge:
             if chain.scores is not None:
                 return self._test(scores, chain, branches), scores
             choices = self._choose(scores)
-        return judge_choices(choices, chain.tokens, chain.length, branches.tokens, branches.width), scores
+        return judge_choices(choices, chain.tokens, chain.length, branches.tokens, branches.at), scores
 
     def _test(self, scores: Tensor, chain: Chain, branches: Branches) -> Verdict:
         assert chain.scores is not None
@@ -116,7 +116,7 @@ class Judge:
             rows = torch.arange(q.shape[0], device=q.device)
             q[rows, chain.length] = branches.scores
         return judge_samples(
-            scores.softmax(-1), q, chain.tokens, chain.length, branches.tokens, branches.width, self.generator
+            scores.softmax(-1), q, chain.tokens, chain.length, branches.tokens, branches.at, self.generator
         )
 
     def _choose(self, scores: Tensor) -> Tensor:

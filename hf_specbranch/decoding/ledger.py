@@ -22,6 +22,9 @@ def settle(stats: SpecBranchStats, drafted: Report, outcome: Outcome, depth: int
     if drafted.branches and outcome.complete and outcome.accepted == drafted.chain:
         stats.branch_points += 1
         stats.branch_hits += outcome.survivor != NONE
+    elif drafted.outcomes and outcome.complete:
+        stats.outcome_points += 1
+        stats.outcome_hits += outcome.survivor != NONE
     accepted, lost_chain, lost_main, lost_siblings = _fates(drafted, outcome, depth)
     stats.count_acceptance(accepted)
     stats.num_accepted_tokens += accepted
@@ -31,12 +34,14 @@ def settle(stats: SpecBranchStats, drafted: Report, outcome: Outcome, depth: int
 
 def _fates(drafted: Report, outcome: Outcome, depth: int) -> tuple[int, int, int, int]:
     """Accepted; lost from the line; lost from the main branch; lost from the siblings."""
-    chain, main, siblings = drafted.chain, drafted.main, max(0, drafted.branches - 1) * (1 + depth)
+    chain, main = drafted.chain, drafted.main
+    siblings = (max(0, drafted.branches - 1) + drafted.outcomes) * (1 + depth)
     if outcome.complete and outcome.survivor == NONE:
         return outcome.accepted, chain - outcome.accepted, main, siblings
     if outcome.complete and outcome.survivor > 0:
         # The survivor is the line now; if the text ends here, so does it.
-        return chain + 1, depth if outcome.finished else 0, main, siblings - 1 - depth
+        lost = chain - outcome.accepted + (depth if outcome.finished else 0)
+        return outcome.accepted + 1, lost, main, siblings - 1 - depth
     accepted = outcome.committed  # all of them on the line
     if not outcome.finished:
         return accepted, 0, 0, siblings

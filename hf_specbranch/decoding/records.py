@@ -21,15 +21,15 @@ class Chain(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What was drafted for the position after the chain: the main branch first, then its siblings."""
+    """What was drafted for the verdicts that may come: the main branch first, then its siblings."""
 
-    tokens: Tensor  # [B, K]
-    width: Tensor  # [B] how many are real; 0: nothing was drafted there
+    tokens: Tensor  # [B, K] the token each starts with
+    at: Tensor  # [B, K] the chain position where the verdict must end for it to live on; -1: there is no such branch
     scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
 
     def to(self, device: torch.device) -> Branches:
         scores = None if self.scores is None else self.scores.to(device)
-        return Branches(self.tokens.to(device), self.width.to(device), scores)
+        return Branches(self.tokens.to(device), self.at.to(device), scores)
 
 
 class Report(NamedTuple):
@@ -41,13 +41,14 @@ class Report(NamedTuple):
     chain: int  # drafted tokens the target looked at
     main: int  # tokens behind them on the line; where the line forks, these are the main branch
     branches: int  # branches at the fork, the main one included; 0 where the line does not fork (or in PEARL)
+    outcomes: int  # branches at earlier positions
     drafted: int  # tokens drafted in this round
     chain_tokens: list[int]
 
     @classmethod
     def of(cls, numbers: list[int]) -> Report:
-        accepted, token, survivor, chain, main, branches, drafted, *chain_tokens = numbers
-        return cls(accepted, token, survivor, chain, main, branches, drafted, chain_tokens)
+        accepted, token, survivor, chain, main, branches, outcomes, drafted, *chain_tokens = numbers
+        return cls(accepted, token, survivor, chain, main, branches, outcomes, drafted, chain_tokens)
 
     @property
     def offered(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Branches beside the main one. They share the text before the branch point and live in slots behind the line."""
+"""Branches beside the main one. They share the text before their fork and live in slots behind the line."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from .verify import draw
 
 
 class Siblings:
-    """Up to `most` branches a row: a token at the branch point each, and `depth` tokens behind it.
+    """Up to `most` branches a row: a token at the column where each forks off the line, and `depth` tokens behind it.
 
     Args:
         desk: where the memory comes from.
         line: the line they fork from.
         model: the draft model.
         most: how many there can be.
-        depth: how many tokens to draft behind the branch point.
+        depth: how many tokens to draft behind the first.
     """
 
     def __init__(self, desk: Desk, line: Line, model: DraftModel, most: int, depth: int) -> None:
         rows = line.count
-        self.line, self.model, self.depth = line, model, depth
+        self.line, self.model, self.most, self.depth = line, model, most, depth
         self.count = most  # how many there are at the moment
-        self.point = desk.tensor("siblings.point", (rows, 1))
+        self.point = desk.tensor("siblings.point", (rows, 1))  # the branch point's column: slots count from there
+        self.forks = desk.tensor("siblings.forks", (rows, most))  # the column of each one's first token
         self.tokens = desk.tensor("siblings.tokens", (rows, most, depth + 1))
         self.confidence = desk.tensor("siblings.confidence", (rows, most, depth), torch.float32)
         self.scores = desk.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
@@ -47,29 +48,30 @@ class Siblings:
         """[B, W, depth]: where their keys and values are."""
         return self.point[:, :, None] + self.slot_offsets[: self.count]
 
-    def open(self, point: Tensor, tokens: Tensor) -> None:
-        """Begin with these tokens [B, W] in column `point` [B]."""
+    def open(self, point: Tensor, forks: Tensor, tokens: Tensor) -> None:
+        """Begin with these tokens in columns `forks`, [B, W] each; the branch point is in column `point` [B]."""
         self.count = tokens.shape[1]
         self.point.copy_(point[:, None])
+        self.forks[:, : self.count] = forks
         self.tokens[:, : self.count, 0] = tokens
         self.guides = [self.model.guide.fork() for _ in range(self.count)] if self.model.guide is not None else []
         for guide in self.guides:
-            guide.rewind(int(point[0]))
+            guide.rewind(int(point[0]))  # with a guide all forks are at the branch point
 
     def tips(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens to feed in this step, their columns and their slots: [B, W] each."""
         return (
             self.tokens[:, : self.count, step],
-            (self.point + step).expand(-1, self.count),
+            self.forks[:, : self.count] + step,
             self.slots[:, :, step],
         )
 
     def visible(self, step: int, shown: int) -> Tensor:
-        """[B, W, shown]: the text before the branch point, and the sibling's own slots so far."""
+        """[B, W, shown]: the text before the fork, and the sibling's own slots so far."""
         slots, own_slots = self.model.slots[:shown], self.slots
-        before = (slots < self.point) & self.model.seen[:, :shown]
+        before = (slots < self.forks[:, : self.count, None]) & self.model.seen[:, None, :shown]
         own = (slots >= own_slots[:, :, :1]) & (slots <= own_slots[:, :, step : step + 1])
-        return before[:, None] | own
+        return before | own
 
     def extend(self, step: int, logits: Tensor) -> None:
         """Choose each sibling's next token from logits [B, W, V] behind its tip."""
@@ -81,11 +83,11 @@ class Siblings:
         self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
 
     def _prefixes(self, step: int) -> Prefixes:
-        """The text before the branch point, and the sibling's own tokens."""
+        """The text before the fork, and the sibling's own tokens."""
+        forks = self.forks[:, : self.count]
         ids = self.line.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
-        columns = self.point[:, :, None] + self.line.offsets[: step + 1]
-        ids.scatter_(2, columns.expand(-1, self.count, -1), self.tokens[:, : self.count, : step + 1])
-        return Prefixes(ids, (self.point + step + 1).expand(-1, self.count))
+        ids.scatter_(2, forks[:, :, None] + self.line.offsets[: step + 1], self.tokens[:, : self.count, : step + 1])
+        return Prefixes(ids, forks + step + 1)
 
     def adopt(self, winner: Tensor) -> None:
         """Make the winning sibling of each row its line: its keys and values move to the line's columns.
@@ -94,7 +96,7 @@ class Siblings:
             winner: [B] which sibling, or -1 for none.
         """
         line, depth, wins, chosen = self.line, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
-        columns = self.point + line.offsets[: depth + 1]  # [B, depth + 1]
+        columns = self.forks[line.rows, chosen][:, None] + line.offsets[: depth + 1]  # [B, depth + 1]
         line.ids.scatter_(1, torch.where(wins, columns, line.capacity), self.tokens[line.rows, chosen])
         ring = torch.where(wins, columns[:, 1:] % line.ring, line.ring)
         line.confidence.scatter_(1, ring, self.confidence[line.rows, chosen])

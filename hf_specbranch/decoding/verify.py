@@ -1,8 +1,8 @@
 """Verdicts: pure functions from what the target said and what was drafted to what is committed.
 
 Notation: `p` is the target's distribution, `q` the draft's, both after the logits processors. A chain of N
-drafted tokens is followed by the branch point, position N, where branches may have been drafted: the main
-branch first, which continues the drafted line, then its siblings.
+drafted tokens is followed by the branch point, position N. Branches may have been drafted there: the main branch
+first, which continues the drafted line, then its siblings; and at earlier positions, in case the chain ends there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Verdict(NamedTuple):
 
     accepted: Tensor  # [B] chain tokens that stand
     token: Tensor  # [B] the target's own token after them
-    survivor: Tensor  # [B] which branch starts with that token, or NONE
+    survivor: Tensor  # [B] which branch starts with that token in that place, or NONE
 
 
-def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tensor, width: Tensor) -> Verdict:
+def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tensor, at: Tensor) -> Verdict:
     """Follow the drafted tokens for as long as they are what the target chose.
 
     With choices `argmax p` this is greedy decoding; with choices drawn from `p` it is sampling from `p`, for
@@ -33,13 +33,12 @@ def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tens
         choices: [B, N + 1] the target's token at each chain position and at the branch point.
         chain: [B, N] drafted tokens.
         length: [B] how many of them are real.
-        branches: [B, K] the tokens at the branch point.
-        width: [B] how many of these are real.
+        branches: [B, K] the tokens that branches start with.
+        at: [B, K] the position of each, or NONE where there is no branch.
     """
     accepted = _leading((choices[:, :-1] == chain) & _before(length, chain.shape[1]))
     token = _pick(choices, accepted)
-    survivor = _find(token, branches, torch.where(accepted == length, width, 0))
-    return Verdict(accepted, token, survivor)
+    return Verdict(accepted, token, _find(token, accepted, branches, at))
 
 
 def judge_samples(
@@ -48,28 +47,28 @@ def judge_samples(
     chain: Tensor,
     length: Tensor,
     branches: Tensor,
-    width: Tensor,
+    at: Tensor,
     generator: torch.Generator | None = None,
 ) -> Verdict:
     """Speculative sampling: each drafted token `x ~ q` stands with probability `min(1, p(x) / q(x))`; in place
     of the first that falls, one from the residual `norm(max(0, p - q))`.
 
-    The main branch's token at the branch point was drawn from `q` too and is tested like the chain's; if it
-    falls, the residual's token may start one of its siblings. Without branches the token there comes from `p`.
+    The main branch's token at the branch point was drawn from `q` too and is tested like the chain's. Wherever a
+    token falls, the residual's may start another branch. Without branches the token behind the chain comes from `p`.
 
     Args:
         p: [B, N + 1, V] target probabilities at the chain positions and the branch point.
         q: [B, N + 1, V] draft probabilities there.
         chain: [B, N] tokens drawn from `q`.
         length: [B] how many of them are real.
-        branches: [B, K] tokens at the branch point, the main branch's, drawn from `q`, first.
-        width: [B] how many of these are real; 0 where nothing was drafted at the branch point.
+        branches: [B, K] the tokens that branches start with: the main branch's, drawn from `q`, first.
+        at: [B, K] the position of each, or NONE where there is no branch.
         generator: source of randomness.
     """
     rows, positions, _ = p.shape
     drawn = torch.cat([chain, chain.new_zeros(rows, 1)], dim=1)  # [B, N + 1]
     drawn.scatter_(1, length[:, None], branches[:, :1])
-    tested = length + (width > 0)  # [B] drafted tokens that face the test
+    tested = length + (at[:, 0] == length)  # [B] drafted tokens that face the test
     chance = acceptance(p, q).gather(2, drawn[:, :, None])[:, :, 0]
     uniform = torch.rand((rows, positions), generator=generator, device=p.device, dtype=p.dtype)
     standing = _leading((uniform < chance) & _before(tested, positions))  # [B]
@@ -80,8 +79,8 @@ def judge_samples(
     fresh = draw(source, generator)
     main_stands = standing > length  # the whole chain, and the main branch's token behind it
     token = torch.where(main_stands, branches[:, 0], fresh)
-    survivor = _find(token, branches, torch.where(standing >= length, width, 0))
-    return Verdict(torch.minimum(standing, length), token, survivor)
+    accepted = torch.minimum(standing, length)
+    return Verdict(accepted, token, _find(token, accepted, branches, at))
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -118,7 +117,7 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
     return table.gather(1, index[:, None])[:, 0]
 
 
-def _find(token: Tensor, branches: Tensor, width: Tensor) -> Tensor:
-    """Index of the branch that starts with `token`, among the first `width`; NONE if there is none."""
-    same = (branches == token[:, None]) & _before(width, branches.shape[1])
+def _find(token: Tensor, position: Tensor, branches: Tensor, at: Tensor) -> Tensor:
+    """Index of the branch that starts with `token` at `position`; NONE if there is none."""
+    same = (branches == token[:, None]) & (at == position[:, None])
     return torch.where(same.any(1), same.long().argmax(1), NONE)

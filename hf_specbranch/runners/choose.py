@@ -13,7 +13,7 @@ from .eager import EagerRunner
 from .probe import mask_maker_for
 
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
-BRANCHES = 64  # room for branches behind the text
+BRANCHES = 192  # room for branches behind the text
 
 
 @contextmanager
