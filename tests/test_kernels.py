@@ -24,6 +24,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
 from hf_specbranch.kernels import fuse, fused, register
+from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward
@@ -90,6 +91,16 @@ def test_kernel_gated(dtype, seed, rows, size, activation):
     torch.manual_seed(seed)
     gate_up = 3 * randn(rows, 2 * size, dtype=dtype)
     assert_close(gated(gate_up, activation), gated_reference(gate_up, activation))
+
+
+@on_kernels
+@given(dtypes, st.integers(1, 3), st.integers(1, 40), st.sampled_from([4, 12, 64]), st.integers(0, 32000))
+def test_kernel_angles(dtype, rows, tokens, half, first):
+    positions = first + torch.arange(rows * tokens, device=DEVICE).view(rows, tokens)
+    frequencies = 10000.0 ** -(torch.arange(half, device=DEVICE) / half)
+    given_ = (positions, frequencies, 1.1, dtype)
+    for got, expected in zip(angles(*given_), angles_reference(*given_), strict=True):
+        assert_close(got, expected)
 
 
 @on_kernels
@@ -194,6 +205,7 @@ def test_kernel_writes_stay_inside_their_tensors(guards, queries):
     query, key = randn(1, 4, queries, 64, dtype=dtype), randn(1, 2, queries, 64, dtype=dtype)
     cache = [whole[1:-1].reshape(1, 2, 66, 64) for whole in arena]
     places = torch.randperm(66, device=DEVICE)[None, :queries]
+    angles(torch.arange(queries, device=DEVICE)[None], torch.rand(24, device=DEVICE), 1.0, dtype)
     turned, _ = rotary(query, key, key, key[:, 0], key[:, 1], None, Slots(*cache, places))
     assert (arena[:, 0] == 77).all() and (arena[:, -1] == 77).all()
     for written in cache:
@@ -318,6 +330,17 @@ def test_models_built_like_llama_are_recognised_whole(family):
     attention = model.model.layers[0].self_attn
     if hasattr(attention, "q_proj"):
         assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+
+
+@pytest.mark.parametrize("kind, expected", [("default", True), ("dynamic", False), ("odd", False)])
+def test_angles_are_recognised_unless_they_change_with_the_length(kind, expected):
+    model = make("llama")
+    module = model.model.rotary_emb
+    if kind == "odd":
+        multiplied(module, 1.1)
+    else:
+        module.rope_type = kind
+    assert (module in stand_ins(model)) is expected
 
 
 def test_a_layer_of_the_same_class_that_computes_otherwise_is_left_alone():

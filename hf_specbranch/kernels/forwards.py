@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .angles import angles
 from .choose import choose
 from .gated import Activation, gated
 from .interface import specbranch_attention
@@ -54,6 +55,16 @@ class NormForward:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return self.shared.normed(hidden_states, self.module, self.form)
+
+
+class AnglesForward:
+    """Cosines and sines of rotary positions."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return angles(position_ids, self.module.inv_freq, self.module.attention_scaling, x.dtype)
 
 
 class LinearForward:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .backend import FLOATS
 from .forwards import (
+    AnglesForward,
     AttentionForward,
     LayerForward,
     LinearForward,
@@ -179,7 +180,7 @@ def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
         return [*mlp_inputs(module), module.down_proj]
     if isinstance(forward, LayerForward):
         return [*layer_norms(module), *([forward.following] if forward.following is not None else [])]
-    assert isinstance(forward, NormForward)
+    assert isinstance(forward, NormForward | AnglesForward)
     return []
 
 

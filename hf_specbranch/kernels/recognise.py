@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .backend import FLOATS
 from .forwards import (
+    AnglesForward,
     AttentionForward,
     LayerForward,
     MlpForward,
@@ -44,7 +45,7 @@ def recognise(model: PreTrainedModel, shared: Shared, uncapped: bool) -> dict[nn
     calls = _watch(model)
     norms = _norms(calls, shared)
     forms = {module: forward.form for module, forward in norms.items()}
-    found: dict[nn.Module, Forward] = {**norms}
+    found: dict[nn.Module, Forward] = {**norms, **_angles(model)}
     candidates: dict[nn.Module, Forward] = {}
     for module in calls:
         if looks_like_mlp(module) and (activation := recognise_activation(_activation(module))):
@@ -120,6 +121,17 @@ def looks_like_attention(module: Any) -> bool:
     )
 
 
+def looks_like_angles(module: Any) -> bool:
+    """Frequencies that stay the same however long the text."""
+    frequencies = getattr(module, "inv_freq", None)
+    return (
+        isinstance(frequencies, Tensor)
+        and frequencies.dim() == 1
+        and isinstance(getattr(module, "attention_scaling", None), int | float)
+        and getattr(module, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+    )
+
+
 def looks_like_layer(module: Any) -> bool:
     """Attention and MLP with a norm before each."""
     names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -184,6 +196,25 @@ def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, Norm
 
 def _norm_in_torch(module: Any, hidden_states: Tensor, form: NormForm) -> Tensor:
     return rms_norm_reference(hidden_states, module.weight, epsilon(module), form=form)[0]
+
+
+@torch.no_grad()
+def _angles(model: PreTrainedModel) -> dict[nn.Module, Forward]:
+    """The modules that turn positions into cosines and sines, by frequencies that never change; tried far out."""
+    found: dict[nn.Module, Forward] = {}
+    x = model.get_input_embeddings().weight[:1, None]
+    positions = (torch.arange(TRIED, device=x.device) * 2047)[None]
+    for module in model.modules():
+        if not looks_like_angles(module):
+            continue
+        try:
+            pairs = zip(AnglesForward(module)(x, positions), module(x, positions), strict=True)
+            far = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            continue
+        if far <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
+            found[module] = AnglesForward(module)
+    return found
 
 
 def _layers(
