@@ -136,7 +136,7 @@ def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> 
         )  # fmt: skip
     else:
         used.fill_(1)
-    _list_kernel[(rows,)](used, listed, count, number, BLOCK=power_of_two(number), num_warps=4)
+    _list_kernel[(rows,)](used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4)
     return Blocks(listed, count, size)
 
 

@@ -118,6 +118,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     recipe = _recipe(model, implementation)
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
+        stack.callback(setattr, recipe.shared, "weights", {})  # or weights that the model no longer has would live on
         one_pass.begin()
         stack.callback(one_pass.end)
         stack.callback(_forget, recipe.shared)
@@ -142,10 +143,11 @@ def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
-        shared = Shared()
+        shared, readers = Shared(), _readers_of_one_input(model)
+        shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
         forwards = recognise(model, shared, implementation == "sdpa")
         attention = _attention(model, implementation)
-        recipe = Recipe(structure, shared, forwards, attention, _readers_of_one_input(model))
+        recipe = Recipe(structure, shared, forwards, attention, readers)
         _forget(shared)
         _RECIPES[model] = recipe
     return recipe
