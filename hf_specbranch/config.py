@@ -12,6 +12,9 @@ POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
 RUNTIMES = ("auto", "eager", "graph", "compile")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
+# Drafting costs an eager draft much of a target's pass, and it pays to stop early; captured stages take all their steps
+# anyway, and what counts is tokens a pass.
+DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.1
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class SpecBranchConfig:
         max_draft_length: gamma, the most tokens drafted in one go; "auto" takes 8, or what the generation
             config says in `num_assistant_tokens`.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
-            probability is below it. 0 never stops: drafts of fixed length.
+            probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.1 where stages are captured
+            as CUDA graphs, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
@@ -53,7 +57,7 @@ class SpecBranchConfig:
 
     policy: str = "specbranch"
     max_draft_length: int | str = "auto"
-    confidence_threshold: float = 0.4
+    confidence_threshold: float | str = "auto"
     max_branches: int = 4
     max_outcomes: int | str = "auto"
     length_head: str | Callable[..., Any] | None = None
@@ -72,8 +76,9 @@ class SpecBranchConfig:
         if self.max_outcomes not in ("auto", 0):
             _whole_number("max_outcomes", self.max_outcomes, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= 1:
-            raise ValueError(f"confidence_threshold={epsilon!r}: expected a number from 0 to 1")
+        is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+        if epsilon != "auto" and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
+            raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, or "auto"')
         for name in ("overlap", "kernels"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
@@ -85,6 +90,12 @@ class SpecBranchConfig:
     def draft_length(self) -> int:
         """gamma as a number."""
         return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
+
+    def threshold(self, captured: bool = False) -> float:
+        """epsilon as a number, where stages are captured or not."""
+        if not isinstance(self.confidence_threshold, str):
+            return self.confidence_threshold
+        return DEFAULT_CAPTURED_THRESHOLD if captured else DEFAULT_THRESHOLD
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON.

@@ -152,7 +152,7 @@ class _Player:
         self.sure, self.rank, self.end = agreement.confidence, agreement.rank, len(agreement.rank)
         self.policy: Policy = POLICIES[config.policy]
         self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
-        self.epsilon, self.branches = config.confidence_threshold, config.max_branches
+        self.epsilon, self.branches = config.threshold(), config.max_branches
         self.at, self.line = 1, 0  # the prompt's pass gives the first token; tokens drafted behind the text
         self.looked = False  # whether the distribution behind the line is known already
 

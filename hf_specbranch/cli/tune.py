@@ -92,7 +92,7 @@ def _show(found: Tuning, out: Path) -> None:
         table.add_column(name, justify="right")
     for trial in found.trials:
         config = trial.config
-        numbers = f"{config.draft_length}", f"{config.confidence_threshold}", f"{config.max_branches}"
+        numbers = f"{config.draft_length}", f"{config.threshold()}", f"{config.max_branches}"
         table.add_row(config.policy, *numbers, f"{trial.predicted:.1f}", f"{trial.measured:.1f}")
     console = Console(highlight=False)
     console.print(table)

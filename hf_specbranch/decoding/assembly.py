@@ -57,14 +57,18 @@ class Assembly:
     ) -> None:
         self.call, self.policy, self.recorder, self.stats = call, policy, recorder, stats
         self.runner, self.draft_runner = runner, draft_runner
-        self.stopper, self.hooks, self.attention = call.stopper, make_hooks(call), call.attention()
+        self.stopper, self.attention = call.stopper, call.attention()
         self.samples = bool(call.generation_config.do_sample)
         self.in_step = call.rows > 1 and (self.stopper.needs_rows_in_step or any(map(is_opaque, call.processors)))
         self.gamma, self.branches = call.config.draft_length, call.config.max_branches if policy.forks else 1
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
         if draft_runner is not None:
             self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
-        self.fixed = self._can_be_fixed()
+        given = given_hooks(call)
+        self.fixed = self._can_be_fixed(given)
+        epsilon = call.config.threshold(captured=self.fixed)
+        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
+        self.hooks = HookList([*given, *rules, TopKBranches(call.config.max_branches)])
         self.outcomes = self._outcomes()
         self.capacity = self._size(self.stopper.max_length + self.gamma + 2)  # columns of the text
         self.seeds = make_seeds(call)
@@ -84,19 +88,19 @@ class Assembly:
         target = self._target(desk, text, serial)
         return Parts(target, drafter or NoDrafter(judge.nothing), judge, text, self.recorder, self.stats)
 
-    def _can_be_fixed(self) -> bool:
+    def _can_be_fixed(self, hooks: list[SpeculationHook]) -> bool:
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""
         self.stats.runtime = self.runner.runtime
         if not self.runner.captures:
             return False
-        self.stats.slowed_by = self._why_not_fixed()
+        self.stats.slowed_by = self._why_not_fixed(hooks)
         return not self.stats.slowed_by
 
-    def _why_not_fixed(self) -> str:
+    def _why_not_fixed(self, hooks: list[SpeculationHook]) -> str:
         for processor in self.call.processors:
             if not has_fixed_form(processor):
                 return f"{type(processor).__name__} runs on the host"
-        for hook in self.hooks.hooks:
+        for hook in hooks:
             if hook.settings is None:
                 return f"the hook {type(hook).__name__} runs on the host"
         if not self.recorder.keeps_nothing:
@@ -173,17 +177,12 @@ class Assembly:
         return Drafter(desk, model, line, self.policy, *counts, self.hooks, limit, self.stats)
 
 
-def make_hooks(call: Call) -> HookList:
-    """The user's hooks first, then the head, then the built-in rules."""
-    config = call.config
-    hooks = list(call.hooks)
-    if isinstance(config.length_head, SpeculationHook):
-        hooks.append(config.length_head)
-    elif callable(config.length_head):
-        hooks.append(ThreeWay(config.length_head))
-    if config.confidence_threshold > 0:  # at 0 nothing ever stops: drafts of fixed length
-        hooks.append(ConfidenceStop(config.confidence_threshold))
-    return HookList([*hooks, TopKBranches(config.max_branches)])
+def given_hooks(call: Call) -> list[SpeculationHook]:
+    """The user's hooks, then the head; the built-in rules come after these."""
+    head = call.config.length_head
+    if isinstance(head, SpeculationHook):
+        return [*call.hooks, head]
+    return [*call.hooks, ThreeWay(head)] if callable(head) else list(call.hooks)
 
 
 def make_seeds(call: Call) -> tuple[int, int]:
