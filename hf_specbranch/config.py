@@ -31,7 +31,7 @@ class SpecBranchConfig:
             config says in `num_assistant_tokens`.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
             probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.1 where stages are captured
-            as CUDA graphs, and 0.4 elsewhere.
+            as CUDA graphs and no head decides, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
@@ -95,7 +95,7 @@ class SpecBranchConfig:
         """epsilon as a number, where stages are captured or not."""
         if not isinstance(self.confidence_threshold, str):
             return self.confidence_threshold
-        return DEFAULT_CAPTURED_THRESHOLD if captured else DEFAULT_THRESHOLD
+        return DEFAULT_CAPTURED_THRESHOLD if captured and self.length_head is None else DEFAULT_THRESHOLD
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON.
