@@ -91,11 +91,11 @@ class SpecBranchConfig:
         """gamma as a number."""
         return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
 
-    def threshold(self, captured: bool = False) -> float:
-        """epsilon as a number, where stages are captured or not."""
+    def threshold(self, alone: bool = False) -> float:
+        """epsilon as a number; `alone`: stages are captured, and no head or other hook has a say."""
         if not isinstance(self.confidence_threshold, str):
             return self.confidence_threshold
-        return DEFAULT_CAPTURED_THRESHOLD if captured and self.length_head is None else DEFAULT_THRESHOLD
+        return DEFAULT_CAPTURED_THRESHOLD if alone else DEFAULT_THRESHOLD
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON.

@@ -17,6 +17,7 @@ from .drafter import Drafter, NoDrafter
 from .fixed_scoring import has_fixed_form, signature
 from .hooks import ConfidenceStop, HookList, SpeculationHook, ThreeWay, TopKBranches
 from .judge import Judge
+from .ledger import Books
 from .line import Line
 from .loop import Parts
 from .policies import Policy
@@ -66,7 +67,7 @@ class Assembly:
             self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
         given = given_hooks(call)
         self.fixed = self._can_be_fixed(given)
-        epsilon = call.config.threshold(captured=self.fixed)
+        epsilon = call.config.threshold(alone=self.fixed and not given)
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
         self.hooks = HookList([*given, *rules, TopKBranches(call.config.max_branches)])
         self.outcomes = self._outcomes()
@@ -86,7 +87,8 @@ class Assembly:
         layers = self.hooks.feature_layers
         judge = Judge(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers, serial)
         target = self._target(desk, text, serial)
-        return Parts(target, drafter or NoDrafter(judge.nothing), judge, text, self.recorder, self.stats)
+        books = Books(self.stats, 0 if drafter is None else drafter.depth)
+        return Parts(target, drafter or NoDrafter(judge.nothing), judge, text, self.recorder, books)
 
     def _can_be_fixed(self, hooks: list[SpeculationHook]) -> bool:
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""

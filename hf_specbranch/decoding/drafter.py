@@ -152,7 +152,7 @@ class Drafter:
     def _draft(self, feedback: Feedback, begins: bool, shown: int) -> None:
         self._follow(feedback)
         line = self.line
-        room = torch.where(feedback.finished > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
+        room = torch.where(feedback.told[4] > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
         empty = line.end == line.start
         self.count.zero_()
         if begins:
@@ -296,15 +296,15 @@ class Drafter:
 
     def _follow(self, feedback: Feedback) -> None:
         """Take note of a verdict: where the text goes on, and which drafted line lives on there."""
-        line, committed, accepted, survivor = self.line, feedback.committed, feedback.accepted, feedback.survivor
-        finished = feedback.finished > 0
+        line, (committed, accepted, token, survivor, finished, _) = self.line, feedback.told
+        finished = finished > 0
         complete = committed == accepted + 1  # a stop, or a slower row, may have cut it short
         missed = complete & (survivor == NONE)
         moved = complete & (survivor > 0)
         if feedback.moved:
             self.siblings.adopt(torch.where(moved, survivor - 1, NONE))
         column = line.start + accepted  # where the target's own token stands
-        line.ids[line.rows, torch.where(missed, column, line.capacity)] = feedback.token
+        line.ids[line.rows, torch.where(missed, column, line.capacity)] = token
         line.start += committed
         end = torch.where(moved, line.start + self.depth, line.end)
         line.end.copy_(torch.where(missed | finished, line.start, end))

@@ -50,6 +50,36 @@ def _fates(drafted: Report, outcome: Outcome, depth: int) -> tuple[int, int, int
     return accepted, chain - accepted, main, siblings
 
 
+class Books:
+    """Counts verdicts, at a time when nobody waits for it.
+
+    Args:
+        stats: where to count.
+        depth: tokens of a sibling behind its first.
+    """
+
+    def __init__(self, stats: SpecBranchStats, depth: int) -> None:
+        self.stats, self.depth = stats, depth
+        self.noted: list[tuple[Report, Outcome]] = []  # not counted yet
+
+    def note(self, reports: list[Report], outcomes: list[Outcome]) -> None:
+        """Take down the verdicts of a round."""
+        self.settle()
+        self.noted = list(zip(reports, outcomes))
+
+    def settle(self) -> None:
+        """Count what was taken down."""
+        for report, outcome in self.noted:
+            settle(self.stats, report, outcome, self.depth)
+        self.noted = []
+
+    def a_line_ended(self) -> bool:
+        """Whether some unfinished row has no drafted line left after the round just taken down."""
+        return any(
+            not outcome.finished and line_left(report, outcome, self.depth) == 0 for report, outcome in self.noted
+        )
+
+
 def line_left(drafted: Report, outcome: Outcome, depth: int) -> int:
     """How many drafted tokens stand behind the text after a verdict."""
     if outcome.complete and outcome.survivor == NONE:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from ..runners.base import Step
 from ..runners.placement import Beside
-from ..stats import SpecBranchStats
 from .drafter import Drafter, NoDrafter
 from .judge import Judge
-from .ledger import line_left, settle
+from .ledger import Books
 from .recorder import Recorder
 from .records import Branches, Chain, Feedback
 from .target import Target
@@ -28,7 +27,7 @@ class Parts(NamedTuple):
     judge: Judge  # compares what they say
     text: Text  # holds what is agreed
     recorder: Recorder  # keeps scores and the like for the caller
-    stats: SpecBranchStats  # counts
+    books: Books  # counts
 
 
 def sequential_loop(parts: Parts, beside: Beside) -> None:
@@ -41,6 +40,7 @@ def sequential_loop(parts: Parts, beside: Beside) -> None:
         with beside.drafting():
             branches = drafter.branch(max(text.lengths))
         feedback = conclude(parts, step, chain, branches)
+    parts.books.settle()
     text.hand_out()
 
 
@@ -54,6 +54,7 @@ def overlapped_loop(parts: Parts, beside: Beside) -> None:
         with beside.drafting():
             branches = drafter.branch(max(text.lengths))
         feedback = conclude(parts, verified(), chain, branches)
+    parts.books.settle()
     text.hand_out()
 
 
@@ -68,28 +69,20 @@ def read_prompt(parts: Parts) -> Feedback:
 
 def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> Feedback:
     """End a round: the verdict, the text it adds, and what that means for the drafter."""
-    text, judge, recorder, depth = parts.text, parts.judge, parts.recorder, parts.drafter.depth
+    text, judge, recorder, books = parts.text, parts.judge, parts.recorder, parts.books
     judge(step, chain, branches, parts.drafter.drafted)
-    if text.fixed:
-        text.hand_out()  # what the last round added, while the device works on this one
+    if text.fixed:  # what the last round added, while the device works on this one
+        books.settle()
+        text.hand_out()
     reports = judge.reports()
     outcomes = text.commit(reports, recorder.scores_so_far(judge.scores))
     if not text.fixed:
         text.hand_out()
     recorder.add(step, judge.scores, outcomes)
-    for report, outcome in zip(reports, outcomes):
-        settle(parts.stats, report, outcome, depth)
-    committed, accepted, token, survivor, finished = text.told[:5].to(parts.drafter.device)
+    books.note(reports, outcomes)
     return Feedback(
-        committed,
-        accepted,
-        token,
-        survivor,
-        finished,
+        told=text.told.to(parts.drafter.device),
         features=judge.features,
         moved=any(outcome.complete and outcome.survivor > 0 for outcome in outcomes),
-        line_ended=any(
-            not outcome.finished and line_left(report, outcome, depth) == 0
-            for report, outcome in zip(reports, outcomes)
-        ),
+        line_ended=books.a_line_ended(),
     )

@@ -74,11 +74,7 @@ class Outcome(NamedTuple):
 class Feedback(NamedTuple):
     """What the verdicts of a round meant, for the drafter."""
 
-    committed: Tensor  # [B], as in `Outcome`
-    accepted: Tensor
-    token: Tensor
-    survivor: Tensor
-    finished: Tensor  # [B] 0 or 1
+    told: Tensor  # [6, B] the fields of `Outcome`, and the length of the text
     features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
     moved: bool  # some row goes on with a sibling
     line_ended: bool  # some row has no drafted line left

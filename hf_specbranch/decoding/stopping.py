@@ -38,10 +38,10 @@ class Stopper:
         """Whether some criterion may depend on the whole batch, so that rows must grow together."""
         return any(type(criterion) not in ROWWISE for criterion in self.called) or bool(self.called and not self.pads)
 
-    def row_ends(self, text: Tensor, token: int, scores: Any) -> bool:
-        """Whether a row [1, L] that has just gained `token` is complete."""
-        ends = [bool(criterion(text, scores).all()) for criterion in self.called]
-        return any(ends) or token in self.eos or text.shape[1] >= self.max_length
+    def row_ends(self, ids: Tensor, length: int, token: int, scores: Any) -> bool:
+        """Whether a row that has just gained `token` is complete; its text is the first `length` of ids [1, C]."""
+        ends = [bool(criterion(ids[:, :length], scores).all()) for criterion in self.called]
+        return any(ends) or token in self.eos or length >= self.max_length
 
     def rows_end(self, text: Tensor, tokens: list[int], scores: Any) -> list[bool]:
         """The same for all rows [B, L] at once."""

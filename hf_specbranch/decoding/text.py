@@ -50,6 +50,7 @@ class Text:
         # Outcome and length of every row, [6, B]: what the host tells the device once a round.
         self.told = desk.tensor("text.told", (6, rows))
         self.told[5] = self.prompt_length
+        self.length = self.told[5]  # [B] columns of each row, on the device
         self.outbox = Outbox(self.told)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
@@ -59,11 +60,6 @@ class Text:
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
         self.first_gain = 0.0  # when the first was
-
-    @property
-    def length(self) -> Tensor:
-        """[B] columns of each row, on the device."""
-        return self.told[5]
 
     @property
     def finished(self) -> bool:
@@ -130,12 +126,13 @@ class Text:
         for b, tokens in enumerate(offered):
             if self.done[b]:
                 continue
+            row = self.ids[b : b + 1]
             for token in tokens:
                 self.lengths[b] += 1
                 self.new[b].append(token)
                 gained[b] += 1
                 shown = None if scores is None else scores(gained[b])
-                if self.stopper.row_ends(self.ids[b : b + 1, : self.lengths[b]], token, shown):
+                if self.stopper.row_ends(row, self.lengths[b], token, shown):
                     self.done[b] = True
                     break
         return gained

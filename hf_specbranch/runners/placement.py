@@ -102,7 +102,8 @@ class Beside:
         on_stream: AbstractContextManager[Any] = nullcontext()
         if self.stream is not None:
             on_stream = torch.cuda.stream(self.stream)
-        with self.modes(), on_stream:
+        modes: AbstractContextManager[Any] = nullcontext() if self.inline else self.modes()
+        with modes, on_stream:
             begin = self.clock.now()
             value = work(*arguments)
             self.target_spans.append((begin, self.clock.now()))
