@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +17,7 @@ from .checks import check_inputs, check_model, check_request
 from .config import SpecBranchConfig
 from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
+from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .heads.resolve import resolve_head
 from .runners.choose import release
@@ -42,6 +43,7 @@ class Request:
     hooks: Sequence[SpeculationHook]
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
+    observer: Callable[[Parts], Parts] | None
 
 
 # `generate()` takes some arguments by position; by name they are easier to look at.
@@ -74,6 +76,7 @@ class SpecBranchMixin(GenerationMixin):
         length_head: Any = None,
         speculation_hooks: Sequence[SpeculationHook] = (),
         generator: torch.Generator | None = None,
+        speculation_observer: Callable[[Parts], Parts] | None = None,
         **kwargs: Any,
     ) -> Any:
         """`GenerationMixin.generate` with every argument it has, and a few more.
@@ -86,6 +89,7 @@ class SpecBranchMixin(GenerationMixin):
                 `@revision` if it is to be pinned), "auto" or a callable. Overrides the settings' own.
             speculation_hooks: further `SpeculationHook`s, asked before the built-in ones.
             generator: source of randomness for sampling; by default torch's global one.
+            speculation_observer: looks on, e.g. to draw a timeline; see `hf_specbranch.timeline`.
 
         Returns:
             What plain `generate()` returns. With `return_dict_in_generate=True`, also `stats`; these are
@@ -113,6 +117,7 @@ class SpecBranchMixin(GenerationMixin):
             hooks=tuple(speculation_hooks),
             generator=generator,
             fills_cache=arguments.get("past_key_values") is not None,
+            observer=speculation_observer,
         )
         token = _REQUEST.set(request)
         try:
@@ -182,6 +187,7 @@ class SpecBranchMixin(GenerationMixin):
                 streamer=streamer,
                 model_kwargs=model_kwargs,
                 fills_cache=request.fills_cache,
+                observer=request.observer,
             )
         )
         return output

@@ -12,6 +12,7 @@ from .chat import chat
 from .doctor import doctor
 from .generate import generate
 from .head import app as head_app
+from .trace import trace
 from .tune import tune
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(doctor)
 app.command()(tune)
+app.command()(trace)
 app.add_typer(head_app, name="head")
 app.command(epilog=BENCH_EPILOG)(bench)
 

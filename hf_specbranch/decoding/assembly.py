@@ -99,6 +99,8 @@ class Assembly:
         return not self.stats.slowed_by
 
     def _why_not_fixed(self, hooks: list[SpeculationHook]) -> str:
+        if self.call.observer is not None:
+            return "an observer looks at every round"
         for processor in self.call.processors:
             if not has_fixed_form(processor):
                 return f"{type(processor).__name__} runs on the host"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from ..runners.slots import can_load, past_length
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
-from .loop import overlapped_loop, sequential_loop
+from .loop import Parts, overlapped_loop, sequential_loop
 from .policies import POLICIES
 from .recorder import Recorder
 from .scoring import Processor
@@ -53,6 +53,7 @@ class Call:
     streamer: Any
     model_kwargs: dict[str, Any]
     fills_cache: bool  # the caller's own past_key_values is to be kept up to date
+    observer: Callable[[Parts], Parts] | None = None  # may put itself between the loop and its parts, and look on
 
     @property
     def rows(self) -> int:
@@ -103,6 +104,8 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         if call.draft is not None and policy.drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
         parts = Assembly(call, policy, runner, draft_runner, recorder, stats).parts()
+        if call.observer is not None:
+            parts = call.observer(parts)
         drafter, text = parts.drafter, parts.text
         with Beside(parts.target.device, drafter.device, inline=text.fixed) as beside:
             loop = overlapped_loop if call.config.overlap and policy.drafts_ahead else sequential_loop

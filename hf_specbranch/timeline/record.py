@@ -1,0 +1,70 @@
+"""Record one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..config import SpecBranchConfig
+from ..decoding.assembly import AUTO_OUTCOMES
+from .recording import Recording
+from .watch import Watch
+
+
+def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recording:
+    """Continue a prompt and note every pass of both models, every drafted token and every verdict.
+
+    Rounds are driven from the host, so that everything can be looked at; on a GPU that is slower than an unwatched
+    generation, whose stages are captured whole. Record once before the recording that counts: the first
+    generation of a model also pays for everything that happens once.
+
+    Args:
+        model: a model with `specbranch` attached.
+        tokenizer: its tokenizer.
+        prompt: what to continue.
+        arguments: of `model.generate()`, e.g. `assistant_model`, `specbranch`, `max_new_tokens`.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair, specbranch
+        >>> target, draft, tokenizer = load_demo_pair()
+        >>> recording = record(specbranch(target, draft), tokenizer, "def add(a, b):", max_new_tokens=8)
+        >>> len(recording.committed)
+        8
+    """
+    watch = Watch()
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    arguments = {**arguments, "return_dict_in_generate": True, "speculation_observer": watch}
+    stats = model.generate(**inputs, **arguments).stats
+    line = watch.line
+    tokens = {each.token for each in line.drafted} | {each.token for each in line.committed}
+    texts = token_texts(tokenizer, tokens, anchor=int(inputs["input_ids"][0, -1]))
+    return Recording(stats.policy, prompt, line.drafted, line.committed, watch.blocks(), watch.verdicts(), stats, texts)
+
+
+def as_if_captured(config: SpecBranchConfig, device: torch.device) -> SpecBranchConfig:
+    """The settings with "auto" decided as an unwatched generation would, whose stages are captured on a GPU."""
+    if device.type != "cuda" or config.runtime == "eager":
+        return config
+    outcomes = AUTO_OUTCOMES if config.max_outcomes == "auto" else config.max_outcomes
+    epsilon = config.threshold(alone=config.length_head is None)
+    return replace(config, confidence_threshold=epsilon, max_outcomes=outcomes)
+
+
+def token_texts(tokenizer: Any, tokens: Iterable[int], anchor: int) -> dict[int, str]:
+    """How each token reads in the middle of a text; some tokenizers drop a blank at the beginning.
+
+    Args:
+        anchor: a token to stand before it.
+    """
+
+    def read(*ids: int) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    before, texts = read(anchor), {}
+    for token in tokens:
+        both = read(anchor, token)
+        texts[token] = both[len(before) :] if both.startswith(before) and both != before else read(token)
+    return texts
