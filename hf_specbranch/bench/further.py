@@ -32,7 +32,7 @@ class Further(NamedTuple):
         choices = plan.choices
         if self.pass_at:
             forget(pair)
-            found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime)
+            found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime, choices.kernels)
         if self.first_token_at is not None:
             found["time_to_first_token"] = time_to_first_token(
                 pair, all_inputs, choices, self.first_token_at, self.repeats

@@ -34,7 +34,9 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 
 
 @torch.no_grad()
-def target_pass(model: PreTrainedModel, context: int, queries: int, runtime: str, repeats: int = 30) -> float:
+def target_pass(
+    model: PreTrainedModel, context: int, queries: int, runtime: str, kernels: bool = True, repeats: int = 30
+) -> float:
     """Seconds of one pass over `queries` tokens behind `context` others, the median of many.
 
     On CUDA the passes are queued one behind the other, so that launching them costs nothing where the runtime
@@ -46,7 +48,7 @@ def target_pass(model: PreTrainedModel, context: int, queries: int, runtime: str
     columns = torch.arange(total, device=device)[None]  # positions and slots alike
     last = columns[:, context:]  # [1, Q]
     visible = columns[:, None, :] <= last[:, :, None]  # [1, Q, S]
-    with runner_for(model, "target", rows=1, slots=total, runtime=runtime) as runner:
+    with runner_for(model, "target", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         return median(timed(lambda: runner.forward(tokens[:, context:], last, last, visible), device, repeats))
 
@@ -72,7 +74,11 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int) -> lis
 
 
 def distance_to_limit(
-    model: PreTrainedModel, contexts: tuple[int, ...], runtime: str, queries: tuple[int, ...] = (1, 8)
+    model: PreTrainedModel,
+    contexts: tuple[int, ...],
+    runtime: str,
+    kernels: bool = True,
+    queries: tuple[int, ...] = (1, 8),
 ) -> dict[str, Any]:
     """Weights over bandwidth against the time of a pass, at each context and number of tokens."""
     weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
@@ -80,7 +86,7 @@ def distance_to_limit(
     passes = []
     for context in contexts:
         for count in queries:
-            seconds = target_pass(model, context, count, runtime)
+            seconds = target_pass(model, context, count, runtime, kernels)
             passes.append(
                 {"context": context, "tokens": count, "ms": seconds * 1000, "times_the_limit": seconds / limit}
             )

@@ -24,6 +24,7 @@ TITLES = {
     "vanilla-stop": "ours, draft then verify, with the confidence stop",
     "pearl-best": "ours, drafting ahead on one line, the best fixed length of the sweep",
     "specbranch": "ours, branches and overlap, default settings",
+    "specbranch-paper": "ours, branches at the branch point alone",
     "specbranch-one-branch": "ours, a single branch",
     "specbranch-no-overlap": "ours, target and draft in turns",
     "specbranch-head": "ours, with a length head",
@@ -49,12 +50,13 @@ class Choices(NamedTuple):
     epsilon: float | None = None
     branches: int | None = None
     runtime: str = "auto"
+    kernels: bool = True
 
     def settings(self, policy: str, **more: Any) -> SpecBranchConfig:
         """Our settings for a policy; `more` wins over what the user set."""
         given = dict(max_draft_length=self.gamma, confidence_threshold=self.epsilon, max_branches=self.branches)
         chosen = {name: value for name, value in given.items() if value is not None}
-        return SpecBranchConfig(policy=policy, runtime=self.runtime, **{**chosen, **more})
+        return SpecBranchConfig(policy=policy, runtime=self.runtime, kernels=self.kernels, **{**chosen, **more})
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None
         Way("autoregressive", choices.settings("autoregressive")),
         Way("vanilla-stop", choices.settings("vanilla"), drafts=True),
         Way("specbranch", choices.settings("specbranch"), drafts=True),
-        Way("specbranch-one-branch", choices.settings("specbranch", max_branches=1), drafts=True),
+        Way("specbranch-paper", choices.settings("specbranch", max_outcomes=0), drafts=True),
+        Way("specbranch-one-branch", choices.settings("specbranch", max_branches=1, max_outcomes=0), drafts=True),
         Way("specbranch-no-overlap", choices.settings("specbranch", overlap=False), drafts=True),
     ]
     if head is not None:

@@ -67,6 +67,7 @@ def bench(
     device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of both models' weights in memory.")] = "float32",
     runtime: Annotated[str, typer.Option(help="Of our ways: auto, eager, graph or compile.")] = "auto",
+    kernels: Annotated[bool, typer.Option(help="Under graphs, run the models through our kernels.")] = True,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it as it is.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights that grown models do not use.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
@@ -85,7 +86,7 @@ def bench(
     chosen = (*_split(ways), *(["specbranch-best"] if sweep_specbranch else []))
     plan = Plan(
         names=check_names(chosen),
-        choices=Choices(gamma, epsilon, branches, runtime),
+        choices=Choices(gamma, epsilon, branches, runtime, kernels),
         new_tokens=new_tokens,
         repeat=repeat,
         sweep=_lengths(sweep, "--sweep"),
