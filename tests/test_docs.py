@@ -151,6 +151,12 @@ def test_every_message_in_the_troubleshooting_page_is_one_of_ours():
     assert not missing
 
 
+def test_the_readme_links_to_what_is_there():
+    """Links between pages are checked when the site is built; the README is no part of it."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    assert links and all((ROOT / link).exists() for link in links if not link.startswith("http"))
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert all(page.name in navigation for page in (ROOT / "docs").glob("*.md"))
