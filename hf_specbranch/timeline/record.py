@@ -36,7 +36,9 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
     """
     watch = Watch()
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    arguments = {**arguments, "return_dict_in_generate": True, "speculation_observer": watch}
+    if "stop_strings" in arguments:
+        arguments["tokenizer"] = tokenizer
+    arguments |= {"return_dict_in_generate": True, "speculation_observer": watch}
     stats = model.generate(**inputs, **arguments).stats
     line = watch.line
     tokens = {each.token for each in line.drafted} | {each.token for each in line.committed}

@@ -103,9 +103,9 @@ class WatchedTarget(Watched):
             return cast(Step, self.part.prefill())
 
     def verify(self, chain: Chain) -> Step:
-        line = self.watch.line.line
+        verified = self.watch.line.line[: int(chain.length[0])]
         with self.watch.working(TARGET, "verify", self.part.device, forwards=1) as rows:
-            rows.append(line[: int(chain.length[0])])
+            rows.append(verified)
             return cast(Step, self.part.verify(chain))
 
 

@@ -38,6 +38,7 @@ function numbers(stats) {
     ["mean_acceptance_length", "tokens a pass", stats.mean_acceptance_length.toFixed(2), ""],
   ];
   if (!stats.num_draft_tokens) return shown;
+  shown.push(["hidden_fraction", "drafting hidden", percent(stats.hidden_fraction), ""]);
   const drafted = `of ${stats.num_draft_tokens} drafted`;
   return shown.concat([
     ["num_accepted_tokens", "accepted", stats.num_accepted_tokens, drafted],
@@ -45,7 +46,6 @@ function numbers(stats) {
     ["wasted_branch_tokens", "lost on branches", stats.wasted_branch_tokens, drafted],
     ["rollback_rate", "rollback rate", percent(stats.rollback_rate), ""],
     ["branch_hit_rate", "branch hits", percent(stats.branch_hit_rate), `${stats.branch_hits} of ${stats.branch_points}`],
-    ["hidden_fraction", "drafting hidden", percent(stats.hidden_fraction), ""],
   ]);
 }
 

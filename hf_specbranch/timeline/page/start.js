@@ -40,8 +40,9 @@ function runSection(run, view) {
 }
 
 /** Wide enough that the tokens of a usual block can be read. */
-function readableScale(runs) {
-  const wide = runs.flatMap((run) => run.blocks.filter((b) => b.rows.length && b.rows[0].length).map((b) => (34 * (b.rows[0].length + (b.lane === "target"))) / (b.end - b.begin)));
+function readableScale(runs, width) {
+  const cell = Math.min(34, 18 + width / 70);
+  const wide = runs.flatMap((run) => run.blocks.filter((b) => b.rows.length && b.rows[0].length).map((b) => (cell * (b.rows[0].length + (b.lane === "target"))) / (b.end - b.begin)));
   if (!wide.length) return 0;
   return wide.sort((a, b) => a - b)[Math.floor(wide.length * 0.6)];
 }
@@ -67,4 +68,4 @@ document.getElementById("runs").append(...runs.map((run) => runSection(run, view
 view.attachOverview(document.getElementById("overview"), runs);
 for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", () => view.does(button.dataset.do));
 addEventListener("resize", () => view.set(view.from, view.scale));
-view.set(0, readableScale(runs));
+view.set(0, readableScale(runs, view.width));
