@@ -95,7 +95,7 @@ class Lanes {
       if (hidden) continue;
       block.style.left = `${left}px`;
       block.style.width = `${wide}px`;
-      block.classList.toggle("narrow", wide / Math.max(1, cells) < 15);
+      block.classList.toggle("narrow", wide / Math.max(1, cells) < 18);
       block.classList.toggle("small", wide < 64);
       block.classList.toggle("hair", wide / Math.max(1, cells) < 5);
     }

@@ -68,7 +68,7 @@ class Links {
     const round = this.run.committed[Number(key.slice(1))].round;
     const block = this.run.blocks.find((each) => drafted !== null && each.lane !== "target" && each.rows.some((row) => row.includes(drafted)))
       || this.run.blocks.find((each) => each.lane === "target" && each.round === round);
-    if (this.pinned && block) this.view.show(block.begin, block.end);
+    if (this.pinned && block) this.view.show(block);
   }
 }
 

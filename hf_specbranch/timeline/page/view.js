@@ -43,9 +43,10 @@ class View {
     this.set(this.from + x / this.scale - x / scale, scale);
   }
 
-  /** Bring a stretch of time into view, wide enough to be read. */
-  show(begin, end) {
-    const scale = Math.max(this.scale, 120 / (end - begin));
+  /** Bring a block into view, wide enough for its tokens to be read. */
+  show({ begin, end, rows }) {
+    const cells = Math.max(4, ...rows.map((row) => row.length));
+    const scale = Math.max(this.scale, (28 * cells) / (end - begin));
     this.set((begin + end) / 2 - this.width / scale / 2, scale);
   }
 
