@@ -44,7 +44,8 @@ class SpecBranchConfig:
             ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
         kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
-            recognised; False runs transformers' own code.
+            recognised. "auto" does so in half precision, and leaves float32 models, whose tokens are promised to equal
+            plain `generate()`'s one by one, to transformers' own code; True and False decide for every dtype.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
@@ -63,7 +64,7 @@ class SpecBranchConfig:
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
-    kernels: bool = True
+    kernels: bool | str = "auto"
     draft_sampling: str = "auto"
 
     def __post_init__(self) -> None:
@@ -79,9 +80,10 @@ class SpecBranchConfig:
         is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
         if epsilon != "auto" and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
             raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, or "auto"')
-        for name in ("overlap", "kernels"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap={self.overlap!r}: expected True or False")
+        if self.kernels != "auto" and not isinstance(self.kernels, bool):
+            raise ValueError(f'kernels={self.kernels!r}: expected True, False or "auto"')
         head = self.length_head
         if not (head is None or isinstance(head, str) or callable(head)):
             raise ValueError(f"length_head={head!r}: expected None, a path, a repository id or a callable")

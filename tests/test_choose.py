@@ -8,7 +8,7 @@ import torch
 
 from hf_specbranch import specbranch
 from hf_specbranch.runners import graph
-from hf_specbranch.runners.choose import why_not_captured
+from hf_specbranch.runners.choose import _is_watched, why_not_captured
 from hf_specbranch.runners.graph import fingerprint, round_up
 from hf_specbranch.runners.probe import mask_maker_for
 
@@ -24,6 +24,15 @@ def test_graphs_are_refused_on_the_cpu(target, draft):
 
 def test_a_model_on_the_cpu_runs_eagerly(target):
     assert why_not_captured(target) == "it is not on a CUDA device"
+
+
+def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target):
+    model = copy.deepcopy(target)
+    model(input_ids=torch.tensor([[3, 4]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())  # transformers' own, for good
+    assert not any(_is_watched(module) for module in model.modules())
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert any(_is_watched(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 2048)])

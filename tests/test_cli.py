@@ -20,7 +20,7 @@ from hf_specbranch.cli.options import settings_from
 
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
-COMMANDS = (["generate"], ["chat"], ["doctor"], ["tune"], ["bench"], ["head"])
+COMMANDS = (["generate"], ["chat"], ["doctor"], ["tune"], ["trace"], ["bench"], ["head"])
 
 
 def run(*arguments, **kwargs):
@@ -53,7 +53,7 @@ def test_help_fits_a_narrow_terminal_and_shows_an_example(command, monkeypatch):
     said = run(*command, "--help")
     assert said.exit_code == 0
     assert max(map(len, said.output.splitlines())) <= 60
-    assert "Example" in said.output or command in (["bench"], ["head"])  # theirs are a level below
+    assert "Example" in said.output or command in (["trace"], ["bench"], ["head"])  # theirs are a level below
 
 
 # ---- generate

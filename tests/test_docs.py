@@ -18,7 +18,6 @@ from hf_specbranch.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-AWAITING_A_MARK = {"docs/demo_pair.md"}  # its second block needs a GPU and does not say so yet
 NOT_RUN = 'title="not run: '  # what a reader sees above a block that needs more than this package
 
 
@@ -51,8 +50,7 @@ def python_pages(run):
     return [
         page
         for page in PAGES
-        if name_of(page) not in AWAITING_A_MARK
-        and any(block.language == "python" and (NOT_RUN not in block.options) == run for block in blocks(page))
+        if any(block.language == "python" and (NOT_RUN not in block.options) == run for block in blocks(page))
     ]
 
 

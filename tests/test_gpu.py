@@ -38,7 +38,7 @@ def test_greedy_output_equals_plain_generate(policy, overlap, rows, runtime, tar
         assert_counts_add_up(model.specbranch_stats)
 
 
-@pytest.mark.parametrize("settings", [{"runtime": "eager"}, {"runtime": "graph"}, {"kernels": False}], ids=str)
+@pytest.mark.parametrize("settings", [{"runtime": "eager"}, {"runtime": "graph"}, {"kernels": True}], ids=str)
 def test_real_text_equals_plain_generate(settings):
     target, draft, tokenizer = load_demo_pair(device="cuda")
     model = specbranch(target)
@@ -65,7 +65,7 @@ def test_fifty_prompts_give_the_same_tokens_whatever_runs_them():
     settings = [
         {"runtime": "eager"},
         {"runtime": "graph"},
-        {"runtime": "graph", "kernels": False},
+        {"runtime": "graph", "kernels": True},
         {"runtime": "compile"},
     ]
     prompts = [prompt for item in python_prompts() for prompt in (item.prompt, item.prompt + "\n    # ")][:50]

@@ -35,7 +35,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 
 @torch.no_grad()
 def target_pass(
-    model: PreTrainedModel, context: int, queries: int, runtime: str, kernels: bool = True, repeats: int = 30
+    model: PreTrainedModel, context: int, queries: int, runtime: str, kernels: bool | str = "auto", repeats: int = 30
 ) -> float:
     """Seconds of one pass over `queries` tokens behind `context` others, the median of many.
 
@@ -77,7 +77,7 @@ def distance_to_limit(
     model: PreTrainedModel,
     contexts: tuple[int, ...],
     runtime: str,
-    kernels: bool = True,
+    kernels: bool | str = "auto",
     queries: tuple[int, ...] = (1, 8),
 ) -> dict[str, Any]:
     """Weights over bandwidth against the time of a pass, at each context and number of tokens."""

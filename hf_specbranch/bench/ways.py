@@ -50,7 +50,7 @@ class Choices(NamedTuple):
     epsilon: float | None = None
     branches: int | None = None
     runtime: str = "auto"
-    kernels: bool = True
+    kernels: bool | str = "auto"
 
     def settings(self, policy: str, **more: Any) -> SpecBranchConfig:
         """Our settings for a policy; `more` wins over what the user set."""

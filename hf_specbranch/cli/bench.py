@@ -67,7 +67,10 @@ def bench(
     device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of both models' weights in memory.")] = "float32",
     runtime: Annotated[str, typer.Option(help="Of our ways: auto, eager, graph or compile.")] = "auto",
-    kernels: Annotated[bool, typer.Option(help="Under graphs, run the models through our kernels.")] = True,
+    kernels: Annotated[
+        bool | None,
+        typer.Option("--kernels/--no-kernels", help="Under graphs, our kernels. Default: in half precision."),
+    ] = None,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it as it is.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights that grown models do not use.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
@@ -86,7 +89,7 @@ def bench(
     chosen = (*_split(ways), *(["specbranch-best"] if sweep_specbranch else []))
     plan = Plan(
         names=check_names(chosen),
-        choices=Choices(gamma, epsilon, branches, runtime, kernels),
+        choices=Choices(gamma, epsilon, branches, runtime, "auto" if kernels is None else kernels),
         new_tokens=new_tokens,
         repeat=repeat,
         sweep=_lengths(sweep, "--sweep"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -12,13 +15,17 @@ from . import graph
 from .eager import EagerRunner
 from .probe import mask_maker_for
 
+logger = logging.getLogger(__name__)
+_SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a model runs eagerly, where that was said
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
 BRANCHES = 192  # room for branches behind the text
 
 
 @contextmanager
 def runner_for(
-    model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str, kernels: bool = True
+    model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str, kernels: bool | str = "auto"
 ) -> Iterator[EagerRunner]:
     """A runner for one generation.
 
@@ -29,20 +36,29 @@ def runner_for(
         slots: the longest a row may get; room is made for it in advance where that is reasonable.
         runtime: "eager", "graph", "compile", or "auto": graphs on CUDA where the model can be captured, eager
             elsewhere.
-        kernels: under "graph", run what is recognised of the model through our kernels.
+        kernels: under "graph", run what is recognised of the model through our kernels; "auto": in half precision.
     """
     masks = mask_maker_for(model, role)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
+    if reason and model.device.type == "cuda":
+        _say_once(model, role, reason)
     if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    layers: graph.Layers = "compiled" if runtime == "compile" else "fused" if kernels else "plain"
+    fused = model.dtype in HALF_PRECISION if kernels == "auto" else kernels
+    layers: graph.Layers = "compiled" if runtime == "compile" else "fused" if fused else "plain"
     runner = graph.take(model, masks, rows, layers)
     runner.reserve(rows, min(slots + BRANCHES, UPFRONT))
     yield runner
     graph.give_back(runner, rows)
+
+
+def _say_once(model: PreTrainedModel, role: str, reason: str) -> None:
+    if _SAID.get(model) != reason:
+        _SAID[model] = reason
+        logger.warning("the %s %s runs eagerly, without CUDA graphs: %s", role, type(model).__name__, reason)
 
 
 def why_not_captured(model: PreTrainedModel) -> str:
@@ -62,7 +78,15 @@ def why_not_captured(model: PreTrainedModel) -> str:
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
+    """Whether someone looks on. The hooks with which transformers collects hidden states do not count: they stay for
+    good once a model has been asked for some, and a capture records what they collect.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in module.__dict__ or any(not _is_transformers_own(hook) for hook in hooks)
+
+
+def _is_transformers_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def release(model: PreTrainedModel) -> None:
