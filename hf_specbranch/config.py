@@ -27,15 +27,16 @@ class SpecBranchConfig:
     Args:
         policy: "specbranch" (branches, adaptive length), "pearl" (drafting ahead, one line), "vanilla" (draft,
             then verify) or "autoregressive" (no draft at all).
-        max_draft_length: gamma, the most tokens drafted in one go; "auto" takes 8, or what the generation
-            config says in `num_assistant_tokens`.
+        max_draft_length: gamma, the most tokens drafted in one go; "auto" takes what the generation config
+            says in `num_assistant_tokens`, else 8, or 4 where stages are captured and the draft is large beside its
+            target.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
             probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.1 where stages are captured
             as CUDA graphs and no head decides, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
-            in the paper. "auto": 12 where stages are captured (further branches cost a GPU next to nothing), else 0.
+            in the paper. "auto": where stages are captured 12, or 4 if the draft is large beside its target; else 0.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 # Tokens drawn from the draft were accepted at least as often as its likeliest ones from here on (docs/benchmarks.md);
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
-AUTO_OUTCOMES = 12  # where further branches cost next to nothing
+# Defaults where stages are captured. A captured draft stage takes all its steps, so its length must be in proportion:
+# 1.3B beside 33B took 1.3 ms a step for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
+CHEAP = 50  # times fewer parameters than the target
+CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
+OUTCOMES = 12  # branches for corrections, which cost a cheap draft next to nothing
 
 
 class Assembly:
@@ -61,7 +65,7 @@ class Assembly:
         self.stopper, self.attention = call.stopper, call.attention()
         self.samples = bool(call.generation_config.do_sample)
         self.in_step = call.rows > 1 and (self.stopper.needs_rows_in_step or any(map(is_opaque, call.processors)))
-        self.gamma, self.branches = call.config.draft_length, call.config.max_branches if policy.forks else 1
+        self.branches = call.config.max_branches if policy.forks else 1
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
         if draft_runner is not None:
             self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
@@ -70,6 +74,9 @@ class Assembly:
         epsilon = call.config.threshold(alone=self.fixed and not given)
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
         self.hooks = HookList([*given, *rules, TopKBranches(call.config.max_branches)])
+        self.gamma = call.config.draft_length
+        if self.fixed and call.config.max_draft_length == "auto" and not self._draft_is_cheap:
+            self.gamma = CAPTURED_LENGTH
         self.outcomes = self._outcomes()
         self.capacity = self._size(self.stopper.max_length + self.gamma + 2)  # columns of the text
         self.seeds = make_seeds(call)
@@ -118,10 +125,20 @@ class Assembly:
             return "inputs, target and draft are not on one device"
         return ""
 
+    @property
+    def _draft_is_cheap(self) -> bool:
+        """Whether a whole line is drafted in a small part of the target's pass."""
+        if self.draft_runner is None:
+            return True
+        sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (self.runner, self.draft_runner)]
+        return bool(sizes[0] >= CHEAP * sizes[1])
+
     def _outcomes(self) -> int:
         """The most branches at chain positions; a guide follows the line and its end only."""
         given = self.call.config.max_outcomes
-        wanted = given if isinstance(given, int) else AUTO_OUTCOMES if self.fixed else 0
+        wanted = given if isinstance(given, int) else 0
+        if given == "auto" and self.fixed:
+            wanted = OUTCOMES if self._draft_is_cheap else CAPTURED_LENGTH
         if not self.policy.forks or any(map(can_guide, self.call.processors)):
             return 0
         most: int = self.gamma * min(self.branches, self.vocabulary - 1)

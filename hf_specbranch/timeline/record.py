@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..config import SpecBranchConfig
-from ..decoding.assembly import AUTO_OUTCOMES
+from ..decoding.assembly import OUTCOMES
 from .recording import Recording
 from .watch import Watch
 
@@ -50,7 +50,7 @@ def as_if_captured(config: SpecBranchConfig, device: torch.device) -> SpecBranch
     """The settings with "auto" decided as an unwatched generation would, whose stages are captured on a GPU."""
     if device.type != "cuda" or config.runtime == "eager":
         return config
-    outcomes = AUTO_OUTCOMES if config.max_outcomes == "auto" else config.max_outcomes
+    outcomes = OUTCOMES if config.max_outcomes == "auto" else config.max_outcomes
     epsilon = config.threshold(alone=config.length_head is None)
     return replace(config, confidence_threshold=epsilon, max_outcomes=outcomes)
 
