@@ -15,7 +15,7 @@ from .config import SpecBranchConfig
 from .mixin import specbranch
 from .runners.probe import mask_maker_for
 from .simulate import Agreement, predict
-from .step_costs import Inputs, Measurement, generations, measure_costs
+from .step_costs import Inputs, Measurement, generations, is_cheap, measure_costs
 from .tune import Ranked, rank, record_all
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"
@@ -55,6 +55,8 @@ class Report:
         policies: a prediction for each policy at its default settings and at its best.
         recommended: settings to use; None where plain decoding is better, or a check failed.
         verdict: the answer in words.
+        prediction_error: how far predictions are off what was measured, the median.
+        recording: what the draft made of each text; `simulate.predict` takes it. Not part of `to_dict`.
     """
 
     checks: list[Check]
@@ -65,6 +67,7 @@ class Report:
     policies: list[Row] = field(default_factory=list)
     recommended: dict[str, Any] | None = None
     prediction_error: float = 0.0
+    recording: list[Agreement] = field(default_factory=list)
 
     @property
     def usable(self) -> bool:
@@ -73,7 +76,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        return {**asdict(self), "usable": self.usable}
+        told = {**asdict(self), "usable": self.usable}
+        del told["recording"]
+        return told
 
 
 def examine(
@@ -124,7 +129,7 @@ def examine(
     measurement = measure_costs(
         model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=repeats, tick=tick
     )
-    return _conclude(checks, agreements, measurement, runtime)
+    return _conclude(checks, agreements, measurement, runtime, is_cheap(target, draft))
 
 
 def examination_generations(prompts: int, repeats: int = 2) -> int:
@@ -219,9 +224,11 @@ def _short(dtype: torch.dtype) -> str:
 # ---- conclusions
 
 
-def _conclude(checks: list[Check], agreements: Sequence[Agreement], measurement: Measurement, runtime: str) -> Report:
+def _conclude(
+    checks: list[Check], agreements: list[Agreement], measurement: Measurement, runtime: str, cheap: bool
+) -> Report:
     costs, plain = measurement.costs, measurement.plain
-    ranked = rank(agreements, costs, runtime=runtime)
+    ranked = rank(agreements, costs, runtime=runtime, captured=measurement.captured, cheap=cheap)
     rows = [_row(name, measurement, plain) for name in ("autoregressive", "vanilla", "pearl", "specbranch")]
     for policy in ("vanilla", "pearl", "specbranch"):
         best = next(each for each in ranked if each.config.policy == policy)
@@ -244,6 +251,7 @@ def _conclude(checks: list[Check], agreements: Sequence[Agreement], measurement:
         policies=rows,
         recommended=ranked[0].config.to_dict() if worthwhile else None,
         prediction_error=measurement.error,
+        recording=agreements,
     )
 
 

@@ -18,116 +18,64 @@ recorded confidence stands in. Reading the prompt is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from heapq import nlargest
 from math import floor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from transformers import PreTrainedModel
-
+from .agreement import ABSENT, Agreement, load_agreements, read_agreement, record_agreement, save_agreements
 from .config import SpecBranchConfig
+from .decoding.assembly import CAPTURED_LENGTH, OUTCOMES
 from .decoding.policies import POLICIES, Policy
 
-ABSENT = -1  # the target's token is not among the recorded candidates
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """One greedy text, and what the draft made of each of its tokens.
-
-    Args:
-        confidence: the draft's largest probability at each new token.
-        rank: where the target's token stood among the draft's candidates: 0 first, `ABSENT` none of them.
-        candidates: how many were looked at; branches beyond that cannot be replayed.
-
-    Example:
-        >>> from hf_specbranch.simulate import Agreement
-        >>> Agreement(confidence=(0.9, 0.5, 0.8, 0.2), rank=(0, 0, 1, -1), candidates=4).rate
-        0.5
-    """
-
-    confidence: tuple[float, ...]
-    rank: tuple[int, ...]
-    candidates: int
-
-    def __post_init__(self) -> None:
-        if len(self.confidence) != len(self.rank) or not self.rank:
-            raise ValueError(
-                f"{len(self.confidence)} confidences and {len(self.rank)} ranks: expected as many of one as of the "
-                f"other, at least one"
-            )
-
-    @property
-    def rate(self) -> float:
-        """How often the draft's first candidate was the target's token."""
-        return self.within(1)
-
-    def within(self, count: int) -> float:
-        """How often the target's token was among the draft's first `count` candidates."""
-        return sum(0 <= rank < count for rank in self.rank) / len(self.rank)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Agreement:
-        """The inverse of `to_dict`."""
-        return cls(tuple(fields["confidence"]), tuple(fields["rank"]), fields["candidates"])
-
-
-@torch.no_grad()
-def record_agreement(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    max_new_tokens: int = 64,
-    candidates: int = 8,
-) -> Agreement:
-    """Generate greedily with the target alone, then let the draft read that text once.
-
-    Args:
-        target: the large model.
-        draft: the small one, with the same tokenizer.
-        inputs: one tokenized prompt.
-        max_new_tokens: how much text to look at.
-        candidates: how many of the draft's likeliest tokens to keep at each position.
-
-    Example:
-        >>> from hf_specbranch import load_demo_pair
-        >>> from hf_specbranch.simulate import record_agreement
-        >>> target, draft, tokenizer = load_demo_pair()
-        >>> agreement = record_agreement(target, draft, tokenizer("def add(a, b):", return_tensors="pt"), 16)
-        >>> len(agreement.rank)
-        16
-    """
-    plain: dict[str, Any] = {"specbranch": False} if hasattr(target, "specbranch_stats") else {}
-    text = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **plain)  # [1, L]
-    before = inputs["input_ids"].shape[1]
-    read = text.to(draft.device)
-    logits = draft(input_ids=read, use_cache=False).logits[0, before - 1 : -1]  # [N, V]
-    top = logits.float().softmax(-1).topk(min(candidates, logits.shape[-1]), dim=-1)
-    same = top.indices == read[0, before:, None]  # [N, K]
-    rank = torch.where(same.any(1), same.long().argmax(1), ABSENT)
-    return Agreement(tuple(top.values[:, 0].tolist()), tuple(rank.tolist()), top.indices.shape[1])
+__all__ = [
+    "ABSENT", "Agreement", "Prediction", "Round", "StepCosts", "load_agreements", "predict", "read_agreement",
+    "record_agreement", "replay", "save_agreements", "settled",
+]  # fmt: skip
 
 
 class Round(NamedTuple):
     """One target pass."""
 
-    sent: int  # drafted tokens the target checked
+    sent: int  # drafted tokens in the pass; where stages are captured, room for them
     committed: int  # tokens it added
     steps_before: int  # draft steps it had to wait for
     steps_beside: int  # draft steps that could run at the same time
     width: int  # branches in these
 
 
-def replay(agreement: Agreement, config: SpecBranchConfig | None = None) -> list[Round]:
+def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True) -> SpecBranchConfig:
+    """The same settings with numbers where they say "auto", as a generation without hooks chooses them.
+
+    Args:
+        config: settings.
+        captured: stages are captured as CUDA graphs.
+        cheap: the draft is small beside its target.
+
+    Example:
+        >>> from hf_specbranch import SpecBranchConfig
+        >>> from hf_specbranch.simulate import settled
+        >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).max_outcomes
+        (0.4, 12)
+    """
+    large = captured and not cheap
+    gamma = CAPTURED_LENGTH if large and config.max_draft_length == "auto" else config.draft_length
+    outcomes = config.max_outcomes
+    if isinstance(outcomes, str):
+        outcomes = 0 if not captured else CAPTURED_LENGTH if large else OUTCOMES
+    if not POLICIES[config.policy].forks:
+        outcomes = 0
+    epsilon = config.threshold(alone=captured)
+    return replace(config, max_draft_length=gamma, confidence_threshold=epsilon, max_outcomes=outcomes)
+
+
+def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:
     """Go through a recorded text as the loop would; the pass that reads the prompt is not among the rounds.
 
     Args:
         agreement: the recording.
         config: settings to play it with; length heads and the user's hooks are not played.
+        captured: count the work of captured stages, which take all their steps whether needed or not.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
@@ -136,23 +84,30 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None) -> list
         >>> replay(agreement, SpecBranchConfig(policy="vanilla", max_draft_length=4))[0].committed
         3
     """
-    config = config or SpecBranchConfig()
+    config = settled(config or SpecBranchConfig(), captured)
     if POLICIES[config.policy].forks and config.max_branches > agreement.candidates:
         raise ValueError(
             f"max_branches={config.max_branches}, but {agreement.candidates} candidates were recorded at each "
             f"position: record with candidates={config.max_branches}"
         )
-    return list(_Player(agreement, config))
+    if config.max_outcomes and not agreement.chances:
+        raise ValueError(
+            f"max_outcomes={config.max_outcomes}, but the recording has no chances: record it anew, or replay with "
+            f"max_outcomes=0"
+        )
+    return list(_Player(agreement, config, captured))
 
 
 class _Player:
     """Plays one recording; the counterpart of `decoding.drafter`."""
 
-    def __init__(self, agreement: Agreement, config: SpecBranchConfig) -> None:
+    def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool) -> None:
         self.sure, self.rank, self.end = agreement.confidence, agreement.rank, len(agreement.rank)
+        self.chances, self.captured = agreement.chances, captured
         self.policy: Policy = POLICIES[config.policy]
         self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
         self.epsilon, self.branches = config.threshold(), config.max_branches
+        self.outcomes = min(int(config.max_outcomes), self.gamma * self.branches)
         self.at, self.line = 1, 0  # the prompt's pass gives the first token; tokens drafted behind the text
         self.looked = False  # whether the distribution behind the line is known already
 
@@ -162,6 +117,7 @@ class _Player:
 
     def _round(self) -> Round:
         room = self.end - self.at
+        began = self.line == 0 and self.policy.drafts_first
         sent, before = self._chain(room)
         width, beside = 0, 0
         if self.policy.drafts_ahead and room > sent + 1:
@@ -171,9 +127,26 @@ class _Player:
         while accepted < sent and self.rank[self.at + accepted] == 0:
             accepted += 1
         point = self.at + accepted
-        survives = width > 0 and accepted == sent and 0 <= self.rank[point] < width
+        if accepted == sent:
+            survives = 0 <= self.rank[point] < width
+        else:
+            survives = width > 0 and (accepted, self.rank[point]) in self._foreseen(sent)
         self.at, self.line, self.looked = point + 1, self.depth if survives else 0, False
-        return Round(sent, accepted + 1, before, beside, width)
+        if self.captured:
+            return self._captured(accepted + 1, began)
+        return Round(sent, accepted + 1, before, beside, width if not self.outcomes else self._widest)
+
+    def _captured(self, committed: int, began: bool) -> Round:
+        """Every step of a stage is taken, over as many branches as there may be."""
+        if not self.policy.drafts:
+            return Round(0, committed, 0, 0, 0)
+        ahead = self.policy.drafts_ahead
+        beside, width = (1 + self.depth, self._widest) if ahead else (0, 0)
+        return Round(self.gamma, committed, self.gamma * began, beside, width)
+
+    @property
+    def _widest(self) -> int:
+        return self.branches + self.outcomes if self.policy.forks else 1
 
     def _chain(self, room: int) -> tuple[int, int]:
         """How many tokens to send, and the draft steps it takes to have them."""
@@ -199,12 +172,23 @@ class _Player:
     def _width(self, position: int) -> int:
         return max(1, floor(self.branches * (1 - self.sure[position]))) if self.policy.forks else 1
 
+    def _foreseen(self, sent: int) -> set[tuple[int, int]]:
+        """(place in the chain, candidate) of the branches for corrections: where these are likeliest by the draft."""
+        if not self.outcomes:
+            return set()
+        found, reached = [], 1.0
+        for place in range(sent):
+            own, *others = self.chances[self.at + place][: self.branches + 1]
+            found += [(reached * chance, (place, rank)) for rank, chance in enumerate(others, 1)]
+            reached *= own
+        return {where for chance, where in nlargest(self.outcomes, found) if chance > 0}
+
     def _steps_beside(self, sent: int, width: int) -> int:
         """Draft steps behind the chain: the main branch is brought to its length, siblings take `depth` steps."""
         at_end = self.line == sent
         first = int(at_end and not self.looked)
         missing = sent + 1 + self.depth - max(self.line, sent + 1)
-        return first + (self.depth if width > 1 else missing)
+        return first + (self.depth if width > 1 or self.outcomes else missing)
 
 
 @dataclass(frozen=True)
@@ -257,14 +241,19 @@ class StepCosts:
             return self
         return replace(self, hidden=1.0, draft_branch=self.draft_branch / (count - 1))
 
-    def seconds(self, rounds: Sequence[Round]) -> float:
+    def seconds(self, rounds: Sequence[Round], overlap: bool = True) -> float:
         """What these rounds take together."""
-        return sum(self._round(*each) for each in rounds)
+        hidden = self.hidden if overlap else 0.0
+        total = 0.0
+        for each in rounds:
+            verify, ahead = self.parts(each)
+            total += each.steps_before * self.draft_step + verify + ahead - hidden * min(verify, ahead)
+        return total
 
-    def _round(self, sent: int, committed: int, before: int, beside: int, width: int) -> float:
-        verify = self.target_pass + sent * self.target_token
-        ahead = beside * (self.draft_step + max(0, width - 1) * self.draft_branch)
-        return before * self.draft_step + verify + ahead - self.hidden * min(verify, ahead)
+    def parts(self, each: Round) -> tuple[float, float]:
+        """The pass, and the drafting that may run beside it."""
+        verify = self.target_pass + each.sent * self.target_token
+        return verify, each.steps_beside * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
 
 
 class Prediction(NamedTuple):
@@ -276,8 +265,16 @@ class Prediction(NamedTuple):
     draft_steps_per_pass: float
 
 
-def predict(agreements: Sequence[Agreement], config: SpecBranchConfig, costs: StepCosts) -> Prediction:
+def predict(
+    agreements: Sequence[Agreement], config: SpecBranchConfig, costs: StepCosts, captured: bool = False
+) -> Prediction:
     """How fast these texts would be generated with these settings at these costs, the prompts' reading left out.
+
+    Args:
+        agreements: recordings.
+        config: settings.
+        costs: what a step takes.
+        captured: stages are captured, as on CUDA; see `replay`.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
@@ -287,9 +284,8 @@ def predict(agreements: Sequence[Agreement], config: SpecBranchConfig, costs: St
         >>> round(predict([agreement], SpecBranchConfig(policy="vanilla", max_draft_length=4), costs).speedup, 2)
         3.57
     """
-    effective = costs if config.overlap else replace(costs, hidden=0.0)
-    rounds = [each for agreement in agreements for each in replay(agreement, config)]
-    tokens, seconds = sum(each.committed for each in rounds), effective.seconds(rounds)
+    rounds = [each for agreement in agreements for each in replay(agreement, config, captured)]
+    tokens, seconds = sum(each.committed for each in rounds), costs.seconds(rounds, config.overlap)
     if not rounds:
         raise ValueError("nothing to predict from: record at least two new tokens")
     speed = tokens / seconds

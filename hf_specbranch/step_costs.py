@@ -2,15 +2,16 @@
 
 Timing a forward by itself would leave out the loop around it, and miss what the runtime does (captured graphs run
 several times as fast as ordinary forwards). So every policy generates the same few texts, and the four prices of
-`simulate.StepCosts` are those that explain the measured times best; how much of the drafting is hidden comes from
-the same generations with overlap on and off.
+`simulate.StepCosts` and the hidden part of drafting are those that explain the measured times best; ways with overlap
+and without are among them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,10 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
-from .simulate import Agreement, Round, StepCosts, predict, replay
+from .decoding.assembly import CHEAP
+from .simulate import Agreement, Round, StepCosts, predict, replay, settled
+from .stats import SpecBranchStats
 
 Inputs = dict[str, Tensor]
 PLAIN = "plain generate()", "its first token"
+HIDDEN_STEPS, TURNS = 20, 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Measurement:
         measured: tokens per second of each way that was run, by name.
         predicted: what the costs predict for the same ways.
         settings: the settings of each way.
+        captured: stages ran as CUDA graphs.
     """
 
     costs: StepCosts
@@ -42,6 +47,7 @@ class Measurement:
     measured: dict[str, float]
     predicted: dict[str, float]
     settings: dict[str, SpecBranchConfig]
+    captured: bool = False
 
     @property
     def error(self) -> float:
@@ -49,9 +55,12 @@ class Measurement:
         return median(abs(self.predicted[name] / speed - 1) for name, speed in self.measured.items())
 
 
-class _Run(NamedTuple):
+class TimedRounds(NamedTuple):
+    """Rounds of one generation, and the time behind its first token."""
+
     rounds: list[Round]
     seconds: float
+    overlap: bool = False
 
 
 def ways_to_measure(gamma: int, branches: int, runtime: str = "auto") -> dict[str, SpecBranchConfig]:
@@ -98,8 +107,8 @@ def measure_costs(
         tick: called after every generation.
     """
     ways = ways_to_measure(gamma, branches, runtime)
-    runs: dict[str, list[_Run]] = {name: [] for name in ways}
-    plain_seconds = 0.0
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    plain_seconds, captured = 0.0, False
     for inputs, agreement in zip(prompts, agreements):
         new_tokens = len(agreement.rank)
         best = dict.fromkeys((*ways, *PLAIN), float("inf"))
@@ -110,19 +119,32 @@ def measure_costs(
                     if name in ways
                     else plain_run_seconds(model, inputs, new_tokens if name == PLAIN[0] else 1)
                 )
+                captured = was_captured(model.specbranch_stats) if name in ways else captured
                 best[name] = min(best[name], seconds) if turn else best[name]
                 tick()
         plain_seconds += best[PLAIN[0]] - best[PLAIN[1]]
-        for name, way in ways.items():
-            runs[name].append(_Run(replay(agreement, way), best[name]))
-    apart = [run for name, way in ways.items() if not way.overlap for run in runs[name]]
-    costs = _fit(apart)
-    pairs = [(runs["pearl, no overlap"], runs["pearl"]), (runs["specbranch, no overlap"], runs["specbranch"])]
-    costs = replace(costs, hidden=_hidden(costs, pairs))
+        for name in ways:
+            times[name].append(best[name])
+    ways = {name: settled(way, captured, is_cheap(model, draft)) for name, way in ways.items()}
+    costs = fit_costs(
+        TimedRounds(replay(agreement, way, captured), seconds, way.overlap)
+        for name, way in ways.items()
+        for agreement, seconds in zip(agreements, times[name])
+    )
     tokens = sum(len(agreement.rank) - 1 for agreement in agreements)
-    measured = {name: tokens / sum(run.seconds for run in found) for name, found in runs.items()}
-    predicted = {name: predict(agreements, way, costs).tokens_per_second for name, way in ways.items()}
-    return Measurement(costs, tokens / plain_seconds, measured, predicted, ways)
+    measured = {name: tokens / sum(seconds) for name, seconds in times.items()}
+    predicted = {name: predict(agreements, way, costs, captured).tokens_per_second for name, way in ways.items()}
+    return Measurement(costs, tokens / plain_seconds, measured, predicted, ways, captured)
+
+
+def was_captured(stats: SpecBranchStats) -> bool:
+    """Whether a generation's stages were replayed whole."""
+    return stats.runtime not in ("", "eager") and not stats.slowed_by
+
+
+def is_cheap(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
+    """Whether the draft is small beside its target, in the sense of `SpecBranchConfig`'s defaults."""
+    return bool(target.num_parameters() >= CHEAP * draft.num_parameters())
 
 
 def generations(prompts: int, repeats: int = 2) -> int:
@@ -147,34 +169,66 @@ def plain_run_seconds(model: Any, inputs: Inputs, new_tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def _fit(runs: Sequence[_Run]) -> StepCosts:
-    """Least squares on relative errors, with no price below 0."""
-    rows = [
-        (
-            len(run.rounds),
-            sum(each.sent for each in run.rounds),
-            sum(each.steps_before + each.steps_beside for each in run.rounds),
-            sum(each.steps_beside * max(0, each.width - 1) for each in run.rounds),
-        )
-        for run in runs
-    ]
-    counts = torch.tensor(rows, dtype=torch.float64) / torch.tensor([[run.seconds] for run in runs])  # [N, 4]
-    ones = torch.ones((len(runs), 1), dtype=torch.float64)
-    kept = [0, 1, 2, 3]
-    while True:
-        prices = torch.linalg.lstsq(counts[:, kept], ones, driver="gelsd").solution[:, 0]
-        if bool((prices >= 0).all()):
-            break
-        kept.remove(kept[int(prices.argmin())])
-    found = dict(zip(kept, prices.tolist()))
-    return StepCosts(*(found.get(index, 0.0) for index in range(4)))
+def fit_costs(runs: Iterable[TimedRounds]) -> StepCosts:
+    """The prices, none below 0, and the hidden part that explain these times best: least squares on relative errors.
+
+    For a given hidden part, and knowing of each round whether the pass or the drafting beside it is longer, its time is
+    a sum of prices. The first is tried in steps; the second follows from the prices, so it takes a few turns.
+
+    Example:
+        >>> from hf_specbranch.simulate import Round
+        >>> from hf_specbranch.step_costs import TimedRounds, fit_costs
+        >>> alone, two = [Round(0, 1, 0, 0, 0)] * 3, [Round(2, 3, 2, 0, 0)]
+        >>> round(fit_costs([TimedRounds(alone, 0.03), TimedRounds(two, 0.014)]).target_pass, 3)
+        0.01
+    """
+    counted = [_Counted(Counter(each._replace(committed=0) for each in run.rounds), *run[1:]) for run in runs]
+    steps = HIDDEN_STEPS if any(run.overlap and any(each.steps_beside for each in run.rounds) for run in counted) else 0
+    tried = [_fit(counted, part / max(1, steps)) for part in range(steps + 1)]
+    return min(tried, key=lambda found: found[0])[1]
 
 
-def _hidden(costs: StepCosts, pairs: Sequence[tuple[list[_Run], list[_Run]]]) -> float:
-    """The part of what could overlap that did: (time without - time with) / sum of min(pass, drafting)."""
-    saved = could = 0.0
-    for apart, beside in pairs:
-        saved += sum(run.seconds for run in apart) - sum(run.seconds for run in beside)
-        rounds = [each for run in apart for each in run.rounds]
-        could += costs.seconds(rounds) - replace(costs, hidden=1.0).seconds(rounds)
-    return min(1.0, max(0.0, saved / could)) if could else 0.0
+class _Counted(NamedTuple):
+    """A run by its different rounds, which are few."""
+
+    rounds: Counter[Round]
+    seconds: float
+    overlap: bool
+
+    def at(self, costs: StepCosts) -> float:
+        return sum(count * costs.seconds([each], self.overlap) for each, count in self.rounds.items())
+
+
+def _fit(runs: Sequence[_Counted], hidden: float) -> tuple[float, StepCosts]:
+    """Prices at this hidden part, and what is left unexplained."""
+    seconds = torch.tensor([[run.seconds] for run in runs], dtype=torch.float64)
+    ones = torch.ones_like(seconds)
+    costs = StepCosts(target_pass=1.0, hidden=hidden)  # at first every pass is longer than what runs beside it
+    for _ in range(TURNS):
+        counts = torch.tensor([_counts(run, costs) for run in runs], dtype=torch.float64) / seconds  # [N, 4]
+        kept = [0, 1, 2, 3]
+        while True:
+            prices = torch.linalg.lstsq(counts[:, kept], ones, driver="gelsd").solution[:, 0]
+            if bool((prices >= 0).all()):
+                break
+            kept.remove(kept[int(prices.argmin())])
+        found = dict(zip(kept, prices.tolist()))
+        found[0] = max(found.get(0, 0.0), 1e-9)
+        costs = StepCosts(found[0], found.get(1, 0.0), found.get(2, 0.0), found.get(3, 0.0), hidden)
+    left = sum((run.at(costs) / run.seconds - 1) ** 2 for run in runs)
+    return left, costs
+
+
+def _counts(run: _Counted, costs: StepCosts) -> tuple[float, float, float, float]:
+    """How often each price is paid: a pass, a token in it, a draft step, a branch in that."""
+    passes = tokens = steps = branches = 0.0
+    hidden = costs.hidden if run.overlap else 0.0
+    for each, count in run.rounds.items():
+        verify, ahead = costs.parts(each)
+        in_pass = count * (1 - hidden * (verify < ahead))  # the shorter of the two is hidden
+        beside = count * (1 - hidden * (verify >= ahead)) * each.steps_beside
+        passes += in_pass
+        tokens += in_pass * each.sent
+        steps += count * each.steps_before + beside
+        branches += beside * max(0, each.width - 1)
+    return passes, tokens, steps, branches

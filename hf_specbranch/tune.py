@@ -11,8 +11,8 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
-from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement
-from .step_costs import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
+from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement, settled
+from .step_costs import Inputs, Measurement, decode_seconds, generations, is_cheap, measure_costs, plain_run_seconds
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
@@ -29,9 +29,22 @@ class Ranked(NamedTuple):
 
 
 def rank(
-    agreements: Sequence[Agreement], costs: StepCosts, policies: Sequence[str] = POLICIES, runtime: str = "auto"
+    agreements: Sequence[Agreement],
+    costs: StepCosts,
+    policies: Sequence[str] = POLICIES,
+    runtime: str = "auto",
+    captured: bool = False,
+    cheap: bool = True,
 ) -> list[Ranked]:
     """Every choice on the grid, the fastest predicted first; of equals the one that drafts less.
+
+    Args:
+        agreements: recordings.
+        costs: what a step takes.
+        policies: where to search.
+        runtime: put into the settings.
+        captured: stages are captured, as on CUDA.
+        cheap: the draft is small beside its target.
 
     Example:
         >>> from hf_specbranch.simulate import Agreement, StepCosts
@@ -55,7 +68,7 @@ def rank(
                 overlap=overlap,
                 runtime=runtime,
             )
-            found.append(Ranked(config, predict(agreements, config, costs)))
+            found.append(Ranked(config, predict(agreements, settled(config, captured, cheap), costs, captured)))
     return sorted(found, key=lambda each: (-each.prediction.tokens_per_second, each.prediction.draft_steps_per_pass))
 
 
@@ -76,11 +89,13 @@ class Tuning:
         trials: what was run, the fastest first.
         plain: tokens per second of plain `generate()`, measured in turn with them.
         measurement: step costs here.
+        ranked: everything on the grid, the fastest predicted first.
     """
 
     trials: list[Trial]
     plain: float
     measurement: Measurement
+    ranked: list[Ranked]
 
     @property
     def best(self) -> SpecBranchConfig:
@@ -124,11 +139,13 @@ def tune(
     if not agreements:
         raise ValueError("the target ends every text after one token: give other prompts")
     measurement = measure_costs(model, draft, prompts, agreements, runtime=runtime, repeats=1, tick=tick)
-    ranked = rank(agreements, measurement.costs, policies, runtime)
+    costs, captured, cheap = measurement.costs, measurement.captured, is_cheap(model, draft)
+    ranked = rank(agreements, costs, policies, runtime, captured, cheap)
     chosen = {each.config: each.prediction.tokens_per_second for each in _finalists(ranked, finalists)}
     defaults = [SpecBranchConfig(policy=policy, runtime=runtime) for policy in policies]
     for config in defaults:
-        chosen.setdefault(config, predict(agreements, config, measurement.costs).tokens_per_second)
+        said = predict(agreements, settled(config, captured, cheap), costs, captured)
+        chosen.setdefault(config, said.tokens_per_second)
     speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in chosen}
     plain = []
     for turn in range(repeats + 1):  # the first is a warm-up
@@ -144,7 +161,7 @@ def tune(
                 plain.append((count - 1) / seconds)
             tick()
     trials = [Trial(config, chosen[config], median(speeds[config])) for config in chosen]
-    return Tuning(sorted(trials, key=lambda trial: -trial.measured), median(plain), measurement)
+    return Tuning(sorted(trials, key=lambda trial: -trial.measured), median(plain), measurement, ranked)
 
 
 def record_all(
@@ -157,7 +174,7 @@ def record_all(
     """The prompts that give more than one token, and a recording of each."""
     agreements = []
     for inputs in prompts:
-        agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES)))
+        agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES) + 1))
         tick()
     useful = [index for index, agreement in enumerate(agreements) if len(agreement.rank) > 1]
     return [prompts[index] for index in useful], [agreements[index] for index in useful]

@@ -10,7 +10,7 @@ from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.cli import app
 from hf_specbranch.doctor import FAILED, check_everything, examine
 from hf_specbranch.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
-from hf_specbranch.step_costs import _fit, _Run
+from hf_specbranch.step_costs import TimedRounds, fit_costs
 from hf_specbranch.tune import POLICIES, rank, tune, tuning_generations
 
 from .models import VOCABULARY, attached, llama, prompt
@@ -27,19 +27,21 @@ def states(checks):
 # ---- prices
 
 
-def test_costs_are_found_again_in_the_times_they_explain():
+@pytest.mark.parametrize("hidden", [0.0, 0.35, 1.0])
+def test_costs_are_found_again_in_the_times_they_explain(hidden):
     torch.manual_seed(0)
     sure = torch.rand(200)
     rank = torch.where(torch.rand(200) < sure, 0, torch.randint(-1, 4, (200,)))
     agreement = Agreement(tuple(sure.tolist()), tuple(rank.tolist()), candidates=4)
-    price = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0003)
+    price = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0003, hidden=hidden)
     runs = []
     for policy in ("autoregressive", "vanilla", "pearl", "specbranch"):
         for gamma in (2, 8):
-            rounds = replay(agreement, SpecBranchConfig(policy=policy, max_draft_length=gamma))
-            runs.append(_Run(rounds, price.seconds(rounds)))
-    found = _fit(runs)
-    for name in ("target_pass", "target_token", "draft_step", "draft_branch"):
+            for overlap in (True, False):
+                rounds = replay(agreement, SpecBranchConfig(policy=policy, max_draft_length=gamma))
+                runs.append(TimedRounds(rounds, price.seconds(rounds, overlap), overlap))
+    found = fit_costs(runs)
+    for name in ("target_pass", "target_token", "draft_step", "draft_branch", "hidden"):
         assert getattr(found, name) == pytest.approx(getattr(price, name), rel=1e-4)
 
 

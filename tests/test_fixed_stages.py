@@ -32,6 +32,7 @@ def both(model, draft, monkeypatch, **kwargs):
 COUNTS = (
     "new_tokens", "target_forwards", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "rollback_tokens",
     "wasted_branch_tokens", "branch_points", "branch_hits", "outcome_points", "outcome_hits", "acceptance_histogram",
+    "runners_up", "runner_up_hits",
 )  # fmt: skip
 
 
@@ -40,8 +41,8 @@ COUNTS = (
 def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
-    for gamma, epsilon, outcomes in ((4, 0.4, 0), (3, 0.0, 5), (1, 0.9, 2)):
-        settings = config(policy, gamma=gamma, epsilon=epsilon, max_outcomes=outcomes)
+    for gamma, epsilon, outcomes, runners_up in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
+        settings = config(policy, gamma=gamma, epsilon=epsilon, max_outcomes=outcomes, runners_up=runners_up)
         (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch=settings)
         assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
         for name in COUNTS:
@@ -60,6 +61,20 @@ def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
         assert (model.specbranch_stats.outcome_hits > 0) == (outcomes > 0)
         forwards.append(model.specbranch_stats.draft_forwards)
     assert forwards[1] < forwards[0]
+
+
+@pytest.mark.parametrize("outcomes", [0, 6])
+def test_a_runner_up_that_is_right_brings_a_token(outcomes, target, draft):
+    """The text is the same, in fewer passes of the target."""
+    model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
+    passes = []
+    for runners_up in (0, 6):
+        settings = config(gamma=4, epsilon=0.0, max_outcomes=outcomes, runners_up=runners_up)
+        out = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
+        assert torch.equal(out, target.generate(**kwargs))
+        assert (model.specbranch_stats.runner_up_hits > 0) == (runners_up > 0)
+        passes.append(model.specbranch_stats.target_forwards)
+    assert passes[1] < passes[0]
 
 
 def test_rows_that_end_early_leave_the_others_alone(target, draft, monkeypatch):
@@ -83,7 +98,9 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
     model = attached(target)
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
     kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False, "length_head": head}
-    (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch={"max_outcomes": 0, "max_draft_length": 8})
+    (out, stats), (expected, counts) = both(
+        model, draft, monkeypatch, **kwargs, specbranch={"max_outcomes": 0, "max_draft_length": 8}
+    )
     assert torch.equal(out, expected)
     for name in COUNTS:
         assert getattr(stats, name) == getattr(counts, name), name
@@ -93,7 +110,8 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
 @pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
 def test_samples_follow_the_targets_distribution(policy, drafting):
     model, _ = sampling_pair()
-    settings = config(policy, gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_outcomes=3)
+    more = {"draft_sampling": drafting, "max_outcomes": 3, "runners_up": 3}
+    settings = config(policy, gamma=2, k=3, epsilon=0.2, **more)
     assert p_value(draw(settings, samples=6_000), exact_distribution(model)) > SMALLEST_P
 
 

@@ -1,16 +1,31 @@
 """The replay counts what the engine counts, and its prices add up."""
 
+from dataclasses import replace
+
 import pytest
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench.prompts import python_prompts
-from hf_specbranch.simulate import ABSENT, Agreement, Round, StepCosts, predict, record_agreement, replay
+from hf_specbranch.simulate import (
+    ABSENT,
+    Agreement,
+    Round,
+    StepCosts,
+    load_agreements,
+    predict,
+    record_agreement,
+    replay,
+    save_agreements,
+    settled,
+)
 
 SETTINGS = {
     "vanilla, fixed length": SpecBranchConfig(policy="vanilla", confidence_threshold=0.0, max_draft_length=5),
     "vanilla": SpecBranchConfig(policy="vanilla"),
     "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
     "specbranch": SpecBranchConfig(),
+    "specbranch, branches for corrections": SpecBranchConfig(max_outcomes=6, confidence_threshold=0.1),
+    "specbranch, a branch for every correction": SpecBranchConfig(max_outcomes=12, confidence_threshold=0.0),
     "specbranch, wide": SpecBranchConfig(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
 NEW_TOKENS = 24
@@ -34,6 +49,46 @@ def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
     assert len(rounds) == pytest.approx(stats.target_forwards - 1, rel=0.05)
     steps = sum(each.steps_before + each.steps_beside for each in rounds)
     assert steps == pytest.approx(max(0, stats.draft_forwards - 1), rel=0.2)  # beyond a wrong token it is a guess
+
+
+def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
+    model, draft, inputs, agreement = pair
+    settings = SpecBranchConfig(max_outcomes=12, confidence_threshold=0.0, max_draft_length=6)
+    model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
+    stats = model.specbranch_stats
+    waits = {
+        count: sum(each.steps_before > 0 for each in replay(agreement, replace(settings, max_outcomes=count)))
+        for count in (0, 12)
+    }
+    saved = waits[0] - waits[12]
+    assert stats.outcome_hits > 0 and abs(saved - stats.outcome_hits) <= 2
+
+
+def test_captured_stages_take_all_their_steps_and_commit_the_same():
+    unsure = Agreement((0.9, 0.05) * 20, (0, 1) * 20, candidates=4, chances=((0.9, 0.1, 0, 0), (0.05,) * 4) * 20)
+    settings = SpecBranchConfig(max_draft_length=4, max_branches=3, max_outcomes=0, confidence_threshold=0.1)
+    eager, captured = (replay(unsure, settings, captured) for captured in (False, True))
+    assert [each.committed for each in captured] == [each.committed for each in eager]
+    assert {each[0:1] + each[3:] for each in captured} == {(4, 5, 3)}  # sent, steps beside, width
+    assert {each.steps_before for each in captured} <= {0, 4}
+
+
+def test_auto_means_what_it_means_to_the_engine():
+    auto = SpecBranchConfig()
+    numbers = [
+        (found.max_draft_length, found.confidence_threshold, found.max_outcomes)
+        for found in (settled(auto), settled(auto, captured=True), settled(auto, captured=True, cheap=False))
+    ]
+    assert numbers == [(8, 0.4, 0), (8, 0.1, 12), (4, 0.1, 4)]
+    assert settled(SpecBranchConfig(policy="pearl"), captured=True).max_outcomes == 0
+
+
+def test_recordings_are_kept_in_files(pair, tmp_path):
+    save_agreements([pair[3]], tmp_path / "recording.json")
+    assert load_agreements(tmp_path / "recording.json") == [pair[3]]
+    (tmp_path / "other.json").write_text('{"policy": "pearl"}')
+    with pytest.raises(ValueError, match="other.json: no recording of agreement"):
+        load_agreements(tmp_path / "other.json")
 
 
 def test_a_recording_tells_how_often_the_draft_is_right(pair):
@@ -110,6 +165,8 @@ def test_branches_save_the_wait_for_a_new_draft():
         (lambda: StepCosts(target_pass=0), "expected a target pass that takes time"),
         (lambda: StepCosts(target_pass=1, hidden=2), "hidden=2: expected a number from 0 to 1"),
         (lambda: replay(perfect(), SpecBranchConfig(max_branches=9)), "max_branches=9, but 4 candidates were recorded"),
+        (lambda: replay(perfect(), SpecBranchConfig(max_outcomes=2)), "max_outcomes=2, but the recording has no"),
+        (lambda: Agreement((0.1, 0.2), (0, 0), 4, ((0.1,),)), "chances at 1 of 2 tokens"),
         (lambda: predict([perfect(1)], SpecBranchConfig(), COSTS), "record at least two new tokens"),
         (lambda: COSTS.at_ratio(0), "ratio=0"),
     ],
