@@ -37,6 +37,9 @@ class SpecBranchConfig:
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
             in the paper. "auto": where stages are captured 12, or 4 if the draft is large beside its target; else 0.
+        runners_up: how many of the draft's second choices, at the chain positions most likely to be rejected, the
+            target checks in the same pass ("specbranch" only); where one is right, the pass brings one token more.
+            They take no drafting, but make the pass wider.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
@@ -62,6 +65,7 @@ class SpecBranchConfig:
     confidence_threshold: float | str = "auto"
     max_branches: int = 4
     max_outcomes: int | str = "auto"
+    runners_up: int = 0
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
@@ -75,6 +79,8 @@ class SpecBranchConfig:
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
+        if self.runners_up != 0 or isinstance(self.runners_up, bool):
+            _whole_number("runners_up", self.runners_up, or_else=" or 0")
         if self.max_outcomes not in ("auto", 0):
             _whole_number("max_outcomes", self.max_outcomes, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold

@@ -35,6 +35,8 @@ class SpecBranchStats:
     branch_hits: int = 0  # of these, the ones after which a branch lived on
     outcome_points: int = 0  # verdicts that ended the chain early although branches were there for that case
     outcome_hits: int = 0  # of these, the ones after which a branch lived on
+    runners_up: int = 0  # runner-up tokens the target checked beside the chains
+    runner_up_hits: int = 0  # of these, the ones that were right and brought a further token
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: verdicts that accepted i drafted tokens
     draft_seconds: float = 0.0  # drafting that could run beside the target
     hidden_seconds: float = 0.0  # the part of it during which the target ran too

@@ -40,6 +40,25 @@ def test_branches_for_corrections_leave_the_distribution_alone(drafting):
     assert_exact(settings, samples=20_000)
 
 
+@pytest.mark.parametrize("outcomes", [0, 4])
+@pytest.mark.parametrize("drafting", DRAFTING)
+def test_runners_up_leave_the_distribution_alone(drafting, outcomes):
+    more = {"draft_sampling": drafting, "max_outcomes": outcomes, "runners_up": 4}
+    assert_exact(config("specbranch", gamma=2, k=3, epsilon=0.0, **more), samples=20_000)
+
+
+def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
+    honest = judge_module.Judge.look_further
+
+    def most_likely(self, verdict, logits, chain):
+        bonus = honest(self, verdict, logits, chain)
+        choices = logits.argmax(-1)
+        return verify.look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at) if chain.leaves else bonus
+
+    monkeypatch.setattr(judge_module.Judge, "look_further", most_likely)
+    assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.0, runners_up=4), samples=20_000)
+
+
 def test_the_autoregressive_policy_samples_from_the_target():
     assert_exact(config("autoregressive"), samples=15_000)
 

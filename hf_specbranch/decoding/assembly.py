@@ -77,8 +77,8 @@ class Assembly:
         self.gamma = call.config.draft_length
         if self.fixed and call.config.max_draft_length == "auto" and not self._draft_is_cheap:
             self.gamma = CAPTURED_LENGTH
-        self.outcomes = self._outcomes()
-        self.capacity = self._size(self.stopper.max_length + self.gamma + 2)  # columns of the text
+        self.outcomes, self.leaves = self._outcomes(), self._leaves()
+        self.capacity = self._size(self.stopper.max_length + self.gamma + 3)  # columns of the text
         self.seeds = make_seeds(call)
 
     def parts(self) -> Parts:
@@ -141,8 +141,19 @@ class Assembly:
             wanted = OUTCOMES if self._draft_is_cheap else CAPTURED_LENGTH
         if not self.policy.forks or any(map(can_guide, self.call.processors)):
             return 0
+        return min(wanted, self._most_foreseen)
+
+    def _leaves(self) -> int:
+        """The most runners-up; none where rounds must end at the target's first own token."""
+        ordered = self.in_step or any(map(is_opaque, self.call.processors))
+        if self.draft_runner is None or not self.policy.forks or ordered or not self.recorder.keeps_nothing:
+            return 0
+        return min(self.call.config.runners_up, self._most_foreseen)
+
+    @property
+    def _most_foreseen(self) -> int:
         most: int = self.gamma * min(self.branches, self.vocabulary - 1)
-        return min(wanted, most)
+        return most
 
     def _size(self, needed: int) -> int:
         """Few sizes where memory and stages are to be used again."""
@@ -159,7 +170,7 @@ class Assembly:
     @property
     def _target_slots(self) -> int:
         cached = self.attention.shape[1] - self.call.input_ids.shape[1]
-        return self._size(cached + self.capacity)
+        return self._size(cached + self.capacity + self.leaves)
 
     def _target(self, desk: Desk, text: Text, drafter: int) -> Target:
         call, runner = self.call, self.runner
@@ -185,7 +196,7 @@ class Assembly:
         call, prompt = self.call, self.call.input_ids.to(runner.device)
         draws = self.samples and not self.in_step and draws_drafts(call)
         capacity = self._size(self.capacity + (self.branches + self.outcomes + 2) * (self.gamma + 1))
-        counts = (self.gamma, self.branches, self.outcomes)
+        counts = (self.gamma, self.branches, self.outcomes, self.leaves)
         baked = (target, capacity, *counts, self.policy.name, draws, self.vocabulary)
         desk = self._desk(runner, runner.device, (*baked, self.hooks.settings))
         own = self.attention[:, self.attention.shape[1] - prompt.shape[1] :]  # it reads the text, not what is cached

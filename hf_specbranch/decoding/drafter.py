@@ -18,7 +18,7 @@ from .draft_model import DraftModel
 from .hooks import HookList
 from .line import Line
 from .policies import Policy
-from .records import Branches, Chain, Feedback
+from .records import Branches, Chain, Feedback, Leaves
 from .siblings import Siblings
 from .verify import NONE
 
@@ -44,7 +44,7 @@ class NoDrafter:
         return self.nothing[1]
 
     def drafted(self) -> Tensor:
-        return torch.zeros((self.nothing[0].length.shape[0], 5), dtype=torch.long, device=self.device)
+        return torch.zeros((self.nothing[0].length.shape[0], 6), dtype=torch.long, device=self.device)
 
 
 class Drafter:
@@ -58,6 +58,7 @@ class Drafter:
         gamma: the most tokens drafted in one go.
         branches: the most branches at a branch point.
         outcomes: the most branches at chain positions where the verdict may end.
+        leaves: the most runners-up to send beside a chain.
         hooks: the decisions where to stop, how wide to fork and how much to keep.
         limit: the longest a text may get.
         stats: where to count.
@@ -72,6 +73,7 @@ class Drafter:
         gamma: int,
         branches: int,
         outcomes: int,
+        leaves: int,
         hooks: HookList,
         limit: int,
         stats: SpecBranchStats,
@@ -88,12 +90,18 @@ class Drafter:
         self.point = desk.tensor("point", (rows,))  # the branch point's column
         self.branch_tokens = desk.tensor("branches.tokens", (rows, branches + outcomes))
         self.branch_at = desk.tensor("branches.at", (rows, branches + outcomes)).fill_(NONE)
+        self.following = desk.tensor("branches.following", (rows, branches + outcomes)) if leaves else None
         self.width = desk.tensor("branches.width", (rows,))  # branches at the branch point
         self.order = torch.arange(branches, out=desk.tensor("branches.order", (branches,)))
         self.ahead = desk.tensor("ahead", (rows,), torch.bool)  # rows that draft past the chain
         self.survived = desk.tensor("survived", (rows,), torch.bool)  # the line outlived a verdict
         self.fresh = desk.tensor("fresh", (rows,), torch.bool)  # the line comes straight from the draft stage
         self.count = desk.tensor("count", (rows,))  # tokens drafted in this round
+        # Where the chain may end and what the target may say there instead, the likeliest first.
+        self.foreseen = max(outcomes, leaves)
+        self.leaves = leaves
+        self.foreseen_tokens = desk.tensor("foreseen.tokens", (rows, self.foreseen))
+        self.foreseen_at = desk.tensor("foreseen.at", (rows, self.foreseen)).fill_(NONE)
         self.chain_scores = self.branch_scores = None
         if line.generator is not None:
             self.chain_scores = desk.tensor("chain.scores", (rows, gamma, model.vocabulary), torch.float32)
@@ -120,7 +128,10 @@ class Drafter:
         self.desk.run(key, lambda: self._draft(feedback, begins, shown))
         count = self.gamma if self.desk.fixed else int(self.chain_length.max())
         scores = None if self.chain_scores is None else self.chain_scores[:, :count]
-        return Chain(self.chain_tokens[:, :count], self.chain_length, scores)
+        leaves = None
+        if self.leaves:
+            leaves = Leaves(self.foreseen_tokens[:, : self.leaves], self.foreseen_at[:, : self.leaves])
+        return Chain(self.chain_tokens[:, :count], self.chain_length, scores, leaves)
 
     def branch(self, reached: int) -> Branches:
         """Draft what may come after the chain, before the verdict on it is known."""
@@ -130,14 +141,15 @@ class Drafter:
             self.stats.draft_forwards += 1 + self.depth
         shown = self._shown(reached)
         self.desk.run(("branch", shown), lambda: self._branch(shown))
-        return Branches(self.branch_tokens, self.branch_at, self.branch_scores)
+        return Branches(self.branch_tokens, self.branch_at, self.branch_scores, self.following)
 
     def drafted(self) -> Tensor:
-        """[B, 5] what stands drafted while the target looks at the chain; see `Report`."""
+        """[B, 6] what stands drafted while the target looks at the chain; see `Report`."""
         branches = self.width if self.policy.forks else torch.zeros_like(self.width)
         outcomes = (self.branch_at[:, self.branches :] != NONE).sum(1)
+        leaves = (self.foreseen_at[:, : self.leaves] != NONE).sum(1)
         main = self.line.length - self.chain_length
-        return torch.stack([self.chain_length, main, branches, outcomes, self.count], dim=1)
+        return torch.stack([self.chain_length, main, branches, outcomes, leaves, self.count], dim=1)
 
     def _shown(self, reached: int) -> int:
         """How many slots a stage reads, where that must not be asked of the device."""
@@ -152,7 +164,7 @@ class Drafter:
     def _draft(self, feedback: Feedback, begins: bool, shown: int) -> None:
         self._follow(feedback)
         line = self.line
-        room = torch.where(feedback.told[4] > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
+        room = torch.where(feedback.told[5] > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
         empty = line.end == line.start
         self.count.zero_()
         if begins:
@@ -168,6 +180,8 @@ class Drafter:
         self.chain_tokens.copy_(line.tokens(self.gamma))
         if self.chain_scores is not None:
             self.chain_scores.copy_(line.first_scores(self.gamma))
+        if self.foreseen:
+            self._foresee()
 
     def _draft_stage(self, going: Tensor, room: Tensor, shown: int) -> None:
         """Draft up to gamma tokens on the rows that have none, stopping where the hooks say so."""
@@ -229,14 +243,16 @@ class Drafter:
         is_open = self.order < self.width[:, None]
         self.branch_at[:, : self.branches] = torch.where(is_open, self.chain_length[:, None], NONE)
         if self.outcomes:
-            self._foresee()
+            at = self.foreseen_at[:, : self.outcomes]
+            self.branch_tokens[:, self.branches :] = self.foreseen_tokens[:, : self.outcomes]
+            self.branch_at[:, self.branches :] = torch.where(ahead[:, None], at, NONE)
         if self.branch_scores is not None:
             self.branch_scores.copy_(state.scores)
         self._grow(shown)
 
     def _foresee(self) -> None:
-        """Branches for verdicts that end the chain early, where these are most likely by what the draft says: the
-        tokens before the position are accepted, its own is not, and the target says another that the draft thought of.
+        """Verdicts that end the chain early, where these are most likely by what the draft says: the tokens before
+        the position are accepted, its own is not, and the target says another that the draft thought of.
         """
         line, gamma = self.line, self.gamma
         tokens, q = line.tokens(gamma)[:, :, None], line.first_scores(gamma)  # [B, N, 1], [B, N, V]
@@ -244,12 +260,11 @@ class Drafter:
         reached = torch.cat([torch.ones_like(stands[:, :1]), stands[:, :-1]], dim=1).cumprod(1)
         others = q.scatter(2, tokens, 0.0).topk(min(self.branches, q.shape[2] - 1), dim=2)  # [B, N, K]
         places = line.offsets[:gamma, None].expand(-1, others.values.shape[2])  # [N, K]
-        in_chain = (places < self.chain_length[:, None, None]) & self.ahead[:, None, None]
+        in_chain = places < self.chain_length[:, None, None]
         chance = torch.where(in_chain, reached[:, :, None] * others.values, 0.0).flatten(1)
-        best = chance.topk(self.outcomes, dim=1)
-        self.branch_tokens[:, self.branches :] = others.indices.flatten(1).gather(1, best.indices)
-        at = places.flatten()[best.indices]
-        self.branch_at[:, self.branches :] = torch.where(best.values > 0, at, NONE)
+        best = chance.topk(self.foreseen, dim=1)
+        self.foreseen_tokens.copy_(others.indices.flatten(1).gather(1, best.indices))
+        self.foreseen_at.copy_(torch.where(best.values > 0, places.flatten()[best.indices], NONE))
 
     def _grow(self, shown: int) -> None:
         """Draft the main branch and its siblings, `depth` tokens behind their first."""
@@ -267,6 +282,8 @@ class Drafter:
             if self._nobody(wants) and not others:
                 break
             self._grow_step(step, wants, shown)
+        if self.following is not None:  # the main branch begins behind the chain, where there are no runners-up
+            self.following[:, 1:] = siblings.tokens[:, :, 1]
 
     def _grow_step(self, step: int, wants: Tensor, shown: int) -> None:
         """One forward over the tips of all branches; the main one takes part where it is not long enough."""
@@ -296,17 +313,18 @@ class Drafter:
 
     def _follow(self, feedback: Feedback) -> None:
         """Take note of a verdict: where the text goes on, and which drafted line lives on there."""
-        line, (committed, accepted, token, survivor, finished, _) = self.line, feedback.told
+        line, (committed, accepted, token, survivor, bonus, finished, _) = self.line, feedback.told
         finished = finished > 0
-        complete = committed == accepted + 1  # a stop, or a slower row, may have cut it short
+        complete = committed == accepted + 1 + (bonus >= 0)  # a stop, or a slower row, may have cut it short
         missed = complete & (survivor == NONE)
         moved = complete & (survivor > 0)
         if feedback.moved:
             self.siblings.adopt(torch.where(moved, survivor - 1, NONE))
         column = line.start + accepted  # where the target's own token stands
         line.ids[line.rows, torch.where(missed, column, line.capacity)] = token
+        line.ids[line.rows, torch.where(missed & (bonus >= 0), column + 1, line.capacity)] = bonus
         line.start += committed
-        end = torch.where(moved, line.start + self.depth, line.end)
+        end = torch.where(moved, column + 1 + self.depth, line.end)
         line.end.copy_(torch.where(missed | finished, line.start, end))
         fed = torch.where(moved, line.end - 1, line.fed)
         line.fed.copy_(torch.where(missed, torch.minimum(fed, column), fed))

@@ -14,7 +14,7 @@ from .fixed_scoring import FixedScorer
 from .records import Branches, Chain, Report
 from .scoring import ExactScorer, Processor, Scorer, is_opaque
 from .text import Text
-from .verify import NONE, Verdict, draw, judge_choices, judge_samples
+from .verify import NONE, Bonus, Verdict, draw, judge_choices, judge_samples, look_up
 
 UNDECIDED = -1
 
@@ -66,7 +66,7 @@ class Judge:
 
         Args:
             step: logits [B, N + 1, V] from the target, and its hidden states.
-            drafted: says what stands drafted, [B, 5]; see `Report`.
+            drafted: says what stands drafted, [B, 6]; see `Report`.
         """
         rows, count = chain.tokens.shape
         if count not in self.report_memory:
@@ -75,20 +75,46 @@ class Judge:
         self.features = self._room_for_features(step)
 
         def stage() -> None:
-            verdict, self.scores = self.verdict(step.logits, chain, branches)
-            self.text.offer(verdict, chain)
-            parts = [torch.stack(verdict, 1), drafted().to(report.device), chain.tokens.to(report.device)]
-            report.copy_(torch.cat(parts, dim=1))
+            verdict, self.scores = self.verdict(step.logits[:, : count + 1], chain, branches)
+            bonus = self.look_further(verdict, step.logits[:, count + 1 :], chain)
+            survivor = self._goes_on(verdict.survivor, bonus.token, branches)
+            self.text.offer(verdict, bonus.token, chain)
+            said = torch.stack([verdict.accepted, verdict.token, survivor, bonus.token], dim=1)
+            report.copy_(torch.cat([said, drafted().to(report.device), chain.tokens.to(report.device)], dim=1))
             if self.features is not None:
-                self.features.copy_(features_at(step, verdict.accepted, self.feature_layers))
+                where = torch.where(bonus.leaf == NONE, verdict.accepted, count + 1 + bonus.leaf)
+                self.features.copy_(features_at(step, where, self.feature_layers))
 
-        key = ("judge", count, branches.tokens.shape[1], self.features is None, self.drafter)
+        key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, self.drafter)
         self.desk.run(key, stage)
         self.inbox.send(report)
 
     def reports(self) -> list[Report]:
         """One a row; here the host waits for the device, once a round."""
         return [Report.of(numbers) for numbers in self.inbox.read()]
+
+    def look_further(self, verdict: Verdict, logits: Tensor, chain: Chain) -> Bonus:
+        """The token behind the verdict's, where the target has checked that one as a runner-up.
+
+        Args:
+            logits: [B, W, V] behind the runners-up.
+        """
+        if chain.leaves is None:
+            none = torch.full_like(verdict.token, NONE)
+            return Bonus(none, none)
+        device = self.text.ids.device
+        chain = chain.to(device)
+        assert chain.leaves is not None
+        logits = logits.to(device=device, dtype=torch.float32)
+        choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(chain)))
+        return look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at)
+
+    def _goes_on(self, survivor: Tensor, bonus: Tensor, branches: Branches) -> Tensor:
+        """[B] the surviving branch, unless the bonus token behind its first is not its next."""
+        if branches.following is None:
+            return survivor
+        following = branches.following.to(survivor.device).gather(1, survivor.clamp(min=0)[:, None])[:, 0]
+        return torch.where((bonus == NONE) | (bonus == following), survivor, NONE)
 
     def verdict(self, logits: Tensor, chain: Chain, branches: Branches) -> tuple[Verdict, Tensor]:
         """The verdict and the processed scores [B, N + 1, V].

@@ -16,6 +16,8 @@ def settle(stats: SpecBranchStats, drafted: Report, outcome: Outcome, depth: int
         depth: tokens of a sibling behind its first.
     """
     stats.num_draft_tokens += drafted.drafted
+    stats.runners_up += drafted.leaves
+    stats.runner_up_hits += outcome.bonus >= 0
     if not (drafted.chain or drafted.main):
         return
     stats.num_drafts += 1
@@ -40,8 +42,9 @@ def _fates(drafted: Report, outcome: Outcome, depth: int) -> tuple[int, int, int
         return outcome.accepted, chain - outcome.accepted, main, siblings
     if outcome.complete and outcome.survivor > 0:
         # The survivor is the line now; if the text ends here, so does it.
-        lost = chain - outcome.accepted + (depth if outcome.finished else 0)
-        return outcome.accepted + 1, lost, main, siblings - 1 - depth
+        skipped = int(outcome.bonus >= 0)  # the branch's next token is in the text too
+        lost = chain - outcome.accepted + (depth - skipped if outcome.finished else 0)
+        return outcome.accepted + 1 + skipped, lost, main, siblings - 1 - depth
     accepted = outcome.committed  # all of them on the line
     if not outcome.finished:
         return accepted, 0, 0, siblings
@@ -85,5 +88,5 @@ def line_left(drafted: Report, outcome: Outcome, depth: int) -> int:
     if outcome.complete and outcome.survivor == NONE:
         return 0
     if outcome.complete and outcome.survivor > 0:
-        return depth
+        return depth - (outcome.bonus >= 0)
     return drafted.chain + drafted.main - outcome.committed

@@ -8,16 +8,28 @@ import torch
 from torch import Tensor
 
 
+class Leaves(NamedTuple):
+    """Runner-up tokens that the target checks beside a chain."""
+
+    tokens: Tensor  # [B, W]
+    at: Tensor  # [B, W] the chain position each stands at, or -1: there is none
+
+    def to(self, device: torch.device) -> Leaves:
+        return Leaves(self.tokens.to(device), self.at.to(device))
+
+
 class Chain(NamedTuple):
     """Drafted tokens on their way to the target, row by row."""
 
     tokens: Tensor  # [B, N]
     length: Tensor  # [B] how many are real
     scores: Tensor | None = None  # [B, N, V] the draft's distributions, where the tokens were drawn from them
+    leaves: Leaves | None = None
 
     def to(self, device: torch.device) -> Chain:
         scores = None if self.scores is None else self.scores.to(device)
-        return Chain(self.tokens.to(device), self.length.to(device), scores)
+        leaves = None if self.leaves is None else self.leaves.to(device)
+        return Chain(self.tokens.to(device), self.length.to(device), scores, leaves)
 
 
 class Branches(NamedTuple):
@@ -26,10 +38,12 @@ class Branches(NamedTuple):
     tokens: Tensor  # [B, K] the token each starts with
     at: Tensor  # [B, K] the chain position where the verdict must end for it to live on; -1: there is no such branch
     scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
+    following: Tensor | None = None  # [B, K] the token behind the first, where runners-up may skip to it
 
     def to(self, device: torch.device) -> Branches:
         scores = None if self.scores is None else self.scores.to(device)
-        return Branches(self.tokens.to(device), self.at.to(device), scores)
+        following = None if self.following is None else self.following.to(device)
+        return Branches(self.tokens.to(device), self.at.to(device), scores, following)
 
 
 class Report(NamedTuple):
@@ -37,23 +51,26 @@ class Report(NamedTuple):
 
     accepted: int  # chain tokens the target agreed with
     token: int  # its own token after them
-    survivor: int  # the branch that starts with that token, or -1
+    survivor: int  # the branch that starts with that token (and goes on with the bonus), or -1
+    bonus: int  # the target's token behind that, where that was a runner-up it had checked; else -1
     chain: int  # drafted tokens the target looked at
     main: int  # tokens behind them on the line; where the line forks, these are the main branch
     branches: int  # branches at the fork, the main one included; 0 where the line does not fork (or in PEARL)
     outcomes: int  # branches at earlier positions
+    leaves: int  # runners-up the target checked
     drafted: int  # tokens drafted in this round
     chain_tokens: list[int]
 
     @classmethod
     def of(cls, numbers: list[int]) -> Report:
-        accepted, token, survivor, chain, main, branches, outcomes, drafted, *chain_tokens = numbers
-        return cls(accepted, token, survivor, chain, main, branches, outcomes, drafted, chain_tokens)
+        fixed = len(cls._fields) - 1
+        return cls._make([*numbers[:fixed], numbers[fixed:]])
 
     @property
     def offered(self) -> list[int]:
         """The tokens the verdict allows."""
-        return [*self.chain_tokens[: self.accepted], self.token]
+        bonus = [] if self.bonus < 0 else [self.bonus]
+        return [*self.chain_tokens[: self.accepted], self.token, *bonus]
 
 
 class Outcome(NamedTuple):
@@ -62,19 +79,25 @@ class Outcome(NamedTuple):
     committed: int  # tokens added to the text
     accepted: int  # chain tokens the target agreed with
     token: int  # its own token after them
-    survivor: int  # the branch that starts with that token, or -1
+    survivor: int  # the branch that goes on behind what the verdict allowed, or -1
+    bonus: int  # the target's token behind its own, or -1
     finished: bool  # the row's text is complete
+
+    @property
+    def allowed(self) -> int:
+        """How many tokens the verdict allowed."""
+        return self.accepted + 1 + (self.bonus >= 0)
 
     @property
     def complete(self) -> bool:
         """Whether everything the verdict allowed was committed; a stop, or a slower row, may cut it short."""
-        return self.committed == self.accepted + 1
+        return self.committed == self.allowed
 
 
 class Feedback(NamedTuple):
     """What the verdicts of a round meant, for the drafter."""
 
-    told: Tensor  # [6, B] the fields of `Outcome`, and the length of the text
+    told: Tensor  # [7, B] the fields of `Outcome`, and the length of the text
     features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
     moved: bool  # some row goes on with a sibling
     line_ended: bool  # some row has no drafted line left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,22 +77,39 @@ class Target:
 
     def verify(self, chain: Chain) -> Step:
         """Logits [B, N + 1, V]: at each chain position, and at the branch point behind it."""
-        shown = self.base + max(self.text.lengths) + chain.tokens.shape[1]
+        leaves = 0 if chain.leaves is None else chain.leaves.tokens.shape[1]
+        shown = self.base + max(self.text.lengths) + chain.tokens.shape[1] + leaves
         self.runner.reserve(chain.tokens.shape[0], shown)
         self._count()
         if not self.desk.fixed:
             return self._pass(chain, shown, self.runner.forward)
-        shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1
-        key = ("verify", queries, shown, self.base, self.drafter)
+        shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1 + leaves
+        key = ("verify", queries, leaves, shown, self.base, self.drafter)
         self.desk.run(key, lambda: self._keep_step(self._pass(chain, shown, self.runner.forward_as_it_is)))
         return self._kept_step(queries)
 
     def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
         tokens, columns = self.text.with_chain(chain)  # [B, N + 1]
-        slots = (columns + self.base).to(self.device)
-        visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
-        positions = (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)
-        return forward(tokens.to(self.device), positions, slots, visible, **self.outputs)
+        if chain.leaves is None:
+            slots = (columns + self.base).to(self.device)
+            visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
+            return forward(tokens.to(self.device), self._positions(slots), slots, visible, **self.outputs)
+        again, before = self.text.before_last()
+        tokens = torch.cat([again, tokens, chain.leaves.tokens.to(tokens.device)], dim=1).to(self.device)
+        slots = (torch.cat([before, columns], dim=1) + self.base).to(self.device)  # [B, N + 2]
+        visible = self.slots[:shown] <= slots[:, :, None]
+        # A runner-up sees the chain before its place, and itself, in a slot behind the chain.
+        places = (slots[:, 1:2] + 1 + chain.leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
+        own = slots[:, -1:] + 1 + self.slots[: chain.leaves.at.shape[1]]  # [B, W]
+        sees = (self.slots[:shown] < places) | (self.slots[:shown] == own[:, :, None])
+        visible = torch.cat([visible, sees], dim=1) & self.seen[:, None, :shown]
+        positions = self._positions(torch.cat([slots, places[:, :, 0]], dim=1))
+        step = forward(tokens, positions, torch.cat([slots, own], dim=1), visible, **self.outputs)
+        states = cast("tuple[Tensor, ...] | None", step.hidden_states)
+        return Step(step.logits[:, 1:], None if states is None else tuple(state[:, 1:] for state in states))
+
+    def _positions(self, slots: Tensor) -> Tensor:
+        return (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)
 
     # ---- what a captured pass leaves behind
 

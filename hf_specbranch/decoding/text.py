@@ -14,7 +14,7 @@ from ..runners.mail import Outbox
 from .records import Chain, Outcome, Report
 from .scoring import Prefixes
 from .stopping import Stopper
-from .verify import Verdict
+from .verify import NONE, Verdict
 
 ScoresSoFar = Callable[[int], tuple[Tensor, ...]]
 
@@ -47,10 +47,11 @@ class Text:
         self.ids = desk.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
         self.columns = torch.arange(capacity, out=desk.tensor("text.columns", (capacity,)))
-        # Outcome and length of every row, [6, B]: what the host tells the device once a round.
-        self.told = desk.tensor("text.told", (6, rows))
-        self.told[5] = self.prompt_length
-        self.length = self.told[5]  # [B] columns of each row, on the device
+        # Outcome and length of every row, [7, B]: what the host tells the device once a round.
+        self.told = desk.tensor("text.told", (7, rows))
+        self.told[4] = NONE
+        self.told[6] = self.prompt_length
+        self.bonus, self.length = self.told[4], self.told[6]  # [B] the last bonus token; columns of each row
         self.outbox = Outbox(self.told)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
@@ -74,6 +75,22 @@ class Text:
         tokens = torch.cat([self.ids.gather(1, last), chain.tokens.to(self.ids.device)], dim=1)
         return tokens, columns
 
+    def before_last(self) -> tuple[Tensor, Tensor]:
+        """A token to be read again, and its column: both [B, 1]. A runner-up that was right was read in a place where
+        nobody finds it; it stands before the bonus token. Elsewhere the last token is read twice.
+        """
+        column = self.length[:, None] - 1 - (self.bonus >= 0)[:, None].long()
+        return self.ids.gather(1, column), column
+
+    def leaf_prefixes(self, chain: Chain) -> Prefixes:
+        """The text up to each runner-up, itself included."""
+        assert chain.leaves is not None
+        leaves, at = chain.leaves.tokens, chain.leaves.at.clamp(min=0)
+        columns = self.length[:, None] + self.columns[: chain.tokens.shape[1]]
+        ids = self.ids.scatter(1, columns, chain.tokens)[:, None].repeat(1, leaves.shape[1], 1)  # [B, W, C]
+        places = self.length[:, None] + at
+        return Prefixes(ids.scatter(2, places[:, :, None], leaves[:, :, None]), places + 1)
+
     def prefixes(self, chain: Chain) -> Prefixes:
         """The text before each chain position and before the branch point."""
         count = chain.tokens.shape[1]
@@ -94,14 +111,14 @@ class Text:
 
     # ---- committing
 
-    def offer(self, verdict: Verdict, chain: Chain) -> None:
+    def offer(self, verdict: Verdict, bonus: Tensor, chain: Chain) -> None:
         """Write what a verdict allows behind the text; how much of it stays is for `commit` to say."""
         if self.in_step:
             return
-        rows, count = chain.tokens.shape
-        tokens = torch.cat([chain.tokens.to(self.ids.device), verdict.token[:, None]], dim=1)
-        tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.token[:, None])
-        self.ids.scatter_(1, self.length[:, None] + self.columns[: count + 1], tokens)
+        own, extra = verdict.token[:, None], bonus.clamp(min=0)[:, None]
+        tokens = torch.cat([chain.tokens.to(self.ids.device), own, extra], dim=1)  # [B, N + 2]
+        tokens = tokens.scatter(1, verdict.accepted[:, None], own).scatter(1, verdict.accepted[:, None] + 1, extra)
+        self.ids.scatter_(1, self.length[:, None] + self.columns[: tokens.shape[1]], tokens)
 
     def commit(self, reports: list[Report], scores: ScoresSoFar | None = None) -> list[Outcome]:
         """Add what the verdicts allow, token by token, as far as the stopping criteria let each row go.
@@ -115,7 +132,7 @@ class Text:
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
         outcomes = [
-            Outcome(count, report.accepted, report.token, report.survivor, done)
+            Outcome(count, report.accepted, report.token, report.survivor, report.bonus, done)
             for count, report, done in zip(gained, reports, self.done)
         ]
         self.outbox.send([list(map(int, field)) for field in (*zip(*outcomes), self.lengths)])

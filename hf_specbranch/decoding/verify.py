@@ -23,6 +23,13 @@ class Verdict(NamedTuple):
     survivor: Tensor  # [B] which branch starts with that token in that place, or NONE
 
 
+class Bonus(NamedTuple):
+    """What the target says behind runner-up tokens that it checked beside the chain."""
+
+    token: Tensor  # [B] its token behind the verdict's, where that was a runner-up; else NONE
+    leaf: Tensor  # [B] which runner-up that was, or NONE
+
+
 def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tensor, at: Tensor) -> Verdict:
     """Follow the drafted tokens for as long as they are what the target chose.
 
@@ -81,6 +88,22 @@ def judge_samples(
     token = torch.where(main_stands, branches[:, 0], fresh)
     accepted = torch.minimum(standing, length)
     return Verdict(accepted, token, _find(token, accepted, branches, at))
+
+
+def look_up(verdict: Verdict, choices: Tensor, leaves: Tensor, at: Tensor) -> Bonus:
+    """Whether the verdict's token was checked as a runner-up, and what the target chose behind it.
+
+    With choices `argmax p`, or drawn from `p`, given the text with that runner-up, the further token is one of plain
+    decoding: which runners-up were checked depends on none of these draws.
+
+    Args:
+        choices: [B, W] the target's token behind each runner-up.
+        leaves: [B, W] the runners-up.
+        at: [B, W] the chain position of each, or NONE.
+    """
+    leaf = _find(verdict.token, verdict.accepted, leaves, at)
+    token = _pick(choices, leaf.clamp(min=0))
+    return Bonus(torch.where(leaf == NONE, NONE, token), leaf)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
