@@ -191,6 +191,9 @@ class _Player:
         return first + (self.depth if width > 1 or self.outcomes else missing)
 
 
+_PRICES = ("target_pass", "target_token", "draft_step", "draft_branch")
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """What a step takes, in seconds, the loop's own work included.
@@ -240,6 +243,11 @@ class StepCosts:
         if count < 2:
             return self
         return replace(self, hidden=1.0, draft_branch=self.draft_branch / (count - 1))
+
+    def to_dict(self) -> dict[str, float]:
+        """Milliseconds a step, draft steps a pass, and the hidden part, ready for JSON."""
+        prices = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PRICES}
+        return {**prices, "speed_ratio": self.speed_ratio, "hidden": self.hidden}
 
     def seconds(self, rounds: Sequence[Round], overlap: bool = True) -> float:
         """What these rounds take together."""

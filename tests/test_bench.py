@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from hf_specbranch import SpecBranchStats, load_demo_pair, specbranch
 from hf_specbranch.bench import Shape, grow
 from hf_specbranch.bench.differences import difference, first_difference, summary
+from hf_specbranch.bench.findings import pooled
 from hf_specbranch.bench.further import Further
 from hf_specbranch.bench.grow_head import grow_head
 from hf_specbranch.bench.limit import distance_to_limit, weight_bytes
-from hf_specbranch.bench.measure import Benchmark, Plan, pooled
+from hf_specbranch.bench.measure import Benchmark, Plan, Progress, complaints
+from hf_specbranch.bench.predictions import predictions
 from hf_specbranch.bench.report import build
 from hf_specbranch.bench.tables import GROUPS, markdown, print_report
 from hf_specbranch.bench.timing import TimingStreamer, percentile
@@ -42,11 +44,28 @@ def finished(pair):
     prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
     few = dict(repeat=2, sweep=(1, 3), sweep_epsilon=(0.1,), sweep_prompts=1, stream_prompts=1)
     plan = Plan(check_names(tuple(TITLES)), Choices(gamma=4), NEW_TOKENS, **few)
-    counted = []
-    benchmark = Benchmark(pair, prompts, plan, lambda: counted.append(1))
+    heard = Heard()
+    benchmark = Benchmark(pair, prompts, plan, heard)
     expected = benchmark.generations
     benchmark.run()
-    return benchmark, build(benchmark, {"seed": 0}, {}, interrupted=False), (len(counted), expected)
+    report = build(benchmark, {"seed": 0}, {"predictions": predictions(benchmark)}, interrupted=False)
+    return benchmark, report, (heard, expected)
+
+
+class Heard(Progress):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        self.generations, self.deeds, self.lines = 0, [], []
+
+    def advance(self):
+        self.generations += 1
+
+    def doing(self, what):
+        self.deeds.append(what)
+
+    def say(self, line):
+        self.lines.append(line)
 
 
 def test_every_way_runs_and_gives_the_tokens_of_plain_generate(finished):
@@ -58,8 +77,63 @@ def test_every_way_runs_and_gives_the_tokens_of_plain_generate(finished):
 
 
 def test_the_progress_bar_knows_how_many_generations_there_are(finished):
-    _, _, (counted, expected) = finished
-    assert counted == expected
+    _, _, (heard, expected) = finished
+    assert heard.generations == expected
+    assert "specbranch-best, sweep, drafts of 3" in heard.deeds and "lookup, prompt 2 of 2" in heard.deeds
+
+
+def test_it_is_told_how_long_each_way_will_take(finished):
+    benchmark, report, (heard, _) = finished
+    assert len(heard.lines) == 1 and heard.lines[0].startswith("started; what is measured now takes about")
+    assert all(f"{name} " in heard.lines[0] for name in TITLES)
+    for way in report["ways"].values():
+        measured = sum(seconds for entry in way["prompts"] for seconds in entry["seconds"])
+        assert way["seconds_spent"] > measured and way["seconds_per_generation"] > 0
+
+
+def test_our_ways_are_predicted_from_each_other_and_the_error_is_reported(finished):
+    _, report, _ = finished
+    found = report["predictions"]
+    ours = [name for name, way in report["ways"].items() if way["settings"] and name != "specbranch-head"]
+    assert list(found["ways"]) == ours
+    for name, way in found["ways"].items():
+        assert way["measured"]["tokens_per_pass"] == report["ways"][name]["mean_acceptance_length"]
+        assert way["predicted"]["tokens_per_pass"] == pytest.approx(way["measured"]["tokens_per_pass"], rel=0.15)
+        ratio = way["predicted"]["tokens_per_second"] / way["measured"]["tokens_per_second"]
+        assert way["error"]["tokens_per_second"] == pytest.approx(ratio - 1)
+    assert found["median_error"]["tokens_per_pass"] < 0.05
+    assert "predicted by replay" in markdown(report) and found["costs"]["target_pass_ms"] > 0
+    lengths = [entry["max_draft_length"] for entry in found["by_length"]["vanilla-best"]]
+    assert lengths == [1, 3] and all(
+        entry["predicted"] > 0 < entry["measured"] for entry in found["by_length"]["pearl-best"]
+    )
+
+
+def test_too_few_of_our_ways_predict_nothing(pair):
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("plain", "autoregressive"), new_tokens=6))
+    benchmark.run()
+    assert predictions(benchmark) is None
+
+
+def test_a_way_that_did_not_run_as_asked_is_complained_about(finished):
+    benchmark, report, _ = finished
+    assert report["warnings"] == [] and report["ways"]["specbranch"]["runtime"] == "eager"
+    assert complaints("specbranch", "eager", "", wanted="graph") == ['specbranch ran with runtime "eager", not "graph"']
+    slowed = complaints("specbranch", "graph", "a hook runs on the host", wanted="graph")
+    assert slowed == ["specbranch was driven step by step from the host: a hook runs on the host"]
+    assert "- warning: too slow" in markdown({**report, "warnings": ["too slow"]})
+    assert [Choices(runtime=runtime).expected_runtime("cuda") for runtime in ("auto", "compile")] == [
+        "graph",
+        "compile",
+    ]
+
+
+def test_ways_that_capture_nothing_start_with_a_few_tokens(pair):
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("plain", "autoregressive"), new_tokens=24))
+    benchmark.start_all()
+    for name, found in benchmark.measurements.items():
+        assert found.warm_up_seconds(0) == found.first_seconds - found.second_seconds
+        assert benchmark.spent[name] == pytest.approx(found.first_seconds + found.second_seconds)
 
 
 def test_every_column_is_there_and_transformers_ways_have_no_draft_figures(finished):
@@ -201,9 +275,9 @@ def test_weights_are_counted_without_the_embedding_table_unless_it_is_the_output
 
 
 def test_the_distance_to_the_limit_is_the_time_of_a_pass_over_that_of_reading_the_weights(pair):
-    found = distance_to_limit(pair.target, (16, 40), "auto")
+    found = distance_to_limit(pair.target, (16, 64), "auto")  # caches are made in steps of 64
     assert found["limit_ms"] == pytest.approx(1000 * found["weight_bytes"] / found["copy_bytes_per_second"])
-    assert [(entry["context"], entry["tokens"]) for entry in found["passes"]] == [(16, 1), (16, 8), (40, 1), (40, 8)]
+    assert [(entry["context"], entry["tokens"]) for entry in found["passes"]] == [(16, 1), (16, 8), (64, 1), (64, 8)]
     for entry in found["passes"]:
         assert entry["times_the_limit"] == pytest.approx(entry["ms"] / found["limit_ms"])
 
@@ -295,20 +369,22 @@ def test_a_grown_pair_runs_with_its_grown_head(tmp_path):
     assert list(report["ways"]) == ["plain", "specbranch-head"] and report["differences"]["outputs"] == 0
 
 
-def test_ctrl_c_shows_what_is_measured_so_far_and_exits_130(tmp_path):
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "timeout"])
+def test_a_run_cut_short_shows_and_writes_what_is_measured_so_far(stop, code, tmp_path):
     calls = []
 
     def interrupt(module, *_):
         calls.append(module)
         if len(calls) == 4000:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(stop)
 
     hook = torch.nn.modules.module.register_module_forward_hook(interrupt)
     try:
         done = run("--ways", "autoregressive", "--new-tokens", 4, "--json", tmp_path / "b.json")
     finally:
         hook.remove()
-    assert done.exit_code == 130, done.output
+    assert done.exit_code == code, done.output
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was
     assert "interrupted" in done.output
     report = json.loads((tmp_path / "b.json").read_text())
     measured = [len(way["prompts"]) for way in report["ways"].values()]

@@ -49,6 +49,7 @@ def target_pass(
     last = columns[:, context:]  # [1, Q]
     visible = columns[:, None, :] <= last[:, :, None]  # [1, Q, S]
     with runner_for(model, "target", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
+        runner.reserve(1, total)
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         return median(timed(lambda: runner.forward(tokens[:, context:], last, last, visible), device, repeats))
 

@@ -4,6 +4,8 @@ The order of a run:
 
 1. Each way starts once from nothing, on the longest prompt, with no cache or graph of another way in memory: that
    gives its warm-up time and its peak memory. Sweeps come between these, since they settle what the swept ways are.
+   Where nothing is captured or compiled, a generation of a few tokens and one more like it tell the same, and the cache
+   of the other tokens is added to the peak.
 2. Ways that capture or compile sizes meet the longest and the shortest prompt again, unmeasured.
 3. Prompt by prompt, every way in turn, `repeat` times; outputs are compared with plain `generate()`'s.
 4. A few prompts once more with a streamer that notes when tokens arrive. It has a pass of its own, since a streamer may
@@ -13,18 +15,20 @@ The order of a run:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 from torch import Tensor
 
 from ..config import SpecBranchConfig
-from ..stats import SpecBranchStats
-from .differences import Difference, difference
+from .differences import difference
+from .findings import Measurement, OnPrompt
+from .memory import cache_bytes
 from .timing import Generation, TimingStreamer, forget, generate_once, peak_memory
 from .ways import EAGER, SWEPT, Choices, Pair, Way, candidates, fixed_ways
+
+SHORT = 8  # tokens of a generation that only has to happen
 
 
 @dataclass(frozen=True)
@@ -49,50 +53,20 @@ class Plan:
     sweep: tuple[int, ...] = (2, 4, 6, 8, 12, 16)
     sweep_epsilon: tuple[float, ...] = ()
     sweep_prompts: int = 2
-    stream_prompts: int = 2
+    stream_prompts: int = 1
 
 
-@dataclass
-class OnPrompt:
-    """One way on one prompt."""
+class Progress:
+    """Hears how a run goes; this one keeps it to itself."""
 
-    new_tokens: int
-    seconds: list[float] = field(default_factory=list)  # of each repeat
-    stats: SpecBranchStats | None = None  # of the first
+    def doing(self, what: str) -> None:
+        """What is being run now."""
 
-    @property
-    def speed(self) -> float:
-        return self.new_tokens / median(self.seconds)
+    def advance(self) -> None:
+        """One generation is done."""
 
-
-@dataclass
-class Measurement:
-    """All that is known of one way so far."""
-
-    way: Way
-    first_seconds: float | None = None  # its first generation, on the longest prompt
-    peak_memory: int | None = None  # bytes, of that generation
-    prompts: dict[int, OnPrompt] = field(default_factory=dict)  # by the prompt's index
-    gaps: list[float] = field(default_factory=list)  # between streamed tokens
-    first_token: list[float] = field(default_factory=list)  # seconds to it, of each streamed generation
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def stats(self) -> SpecBranchStats | None:
-        """Counts and times of all prompts together; None for transformers' own ways."""
-        return pooled([found.stats for found in self.prompts.values() if found.stats is not None])
-
-    def ratio_to(self, other: Measurement | None) -> float | None:
-        """Median over prompts of the ratio of speeds on a prompt."""
-        if other is None:
-            return None
-        both = [index for index in self.prompts if index in other.prompts]
-        return median(self.prompts[at].speed / other.prompts[at].speed for at in both) if both else None
-
-    def warm_up_seconds(self, longest: int) -> float | None:
-        """How much longer the first generation took than later ones of the same prompt."""
-        later = self.prompts.get(longest)
-        return None if later is None or self.first_seconds is None else self.first_seconds - median(later.seconds)
+    def say(self, line: str) -> None:
+        """Something the user should know before the run is over."""
 
 
 class Benchmark:
@@ -102,7 +76,7 @@ class Benchmark:
         pair: the models.
         prompts: their ids and inputs, `input_ids` [1, P] and `attention_mask`.
         plan: what to run.
-        advance: called after each generation, for a progress bar.
+        progress: told after each generation, and when something is worth saying.
     """
 
     def __init__(
@@ -110,9 +84,9 @@ class Benchmark:
         pair: Pair,
         prompts: list[tuple[str, dict[str, Tensor]]],
         plan: Plan,
-        advance: Callable[[], object] = lambda: None,
+        progress: Progress | None = None,
     ) -> None:
-        self.pair, self.plan, self.advance = pair, plan, advance
+        self.pair, self.plan, self.progress = pair, plan, progress or Progress()
         self.ids = [name for name, _ in prompts]
         self.inputs = [inputs for _, inputs in prompts]
         self.by_length = sorted(range(len(prompts)), key=lambda at: self.inputs[at]["input_ids"].shape[1])
@@ -120,6 +94,8 @@ class Benchmark:
         self.sweeps: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}  # ways that could not start, and why
         self.outputs: dict[int, list[int]] = {}  # plain generate()'s, by prompt
+        self.spent: dict[str, float] = {}  # seconds of all generations of a way so far
+        self.pace: dict[str, float] = {}  # seconds a token of its last one
 
     @property
     def longest(self) -> int:
@@ -129,23 +105,41 @@ class Benchmark:
     def generations(self) -> int:
         """How many a whole run takes."""
         ways = [name for name in self.plan.names if name != "specbranch-head" or self.pair.head is not None]
-        swept = sum(len(self._candidates(name)) for name in ways if name in SWEPT)
-        captured = sum(name not in EAGER for name in ways)
-        turns = 1 + len(self.inputs) * self.plan.repeat + len(self._some(self.plan.stream_prompts))
-        warm_up = captured * len(self._some(2))
-        return len(ways) * turns + warm_up + swept * 2 * len(self._some(self.plan.sweep_prompts))
+        swept = sum(len(self.candidates(name)) for name in ways if name in SWEPT)
+        captured = sum(self._captures(name) for name in ways)
+        started = captured * (1 + len(self._some(2))) + (len(ways) - captured) * 2
+        return len(ways) * self._turns + started + swept * 2 * len(self.sweep_prompts)
+
+    @property
+    def sweep_prompts(self) -> list[int]:
+        """The prompts that sweeps use."""
+        return self._some(self.plan.sweep_prompts)
+
+    @property
+    def _turns(self) -> int:
+        """Measured and streamed generations of each way."""
+        return len(self.inputs) * self.plan.repeat + len(self._some(self.plan.stream_prompts))
 
     def run(self) -> None:
         """The whole plan."""
         self.start_all()
         self.warm_up()
+        self.progress.say(self.estimate())
         for prompt in range(len(self.inputs)):
             for _ in range(self.plan.repeat):
                 for measurement in self.measurements.values():
+                    self.progress.doing(f"{measurement.way.name}, prompt {prompt + 1} of {len(self.inputs)}")
                     self.measure(measurement, prompt)
         for prompt in self._some(self.plan.stream_prompts):
             for measurement in self.measurements.values():
+                self.progress.doing(f"{measurement.way.name}, streamed")
                 self.stream(measurement, prompt)
+
+    def estimate(self) -> str:
+        """How long the measured and streamed generations will take, by way, from the pace of the last ones."""
+        each = {name: self.pace[name] * self.plan.new_tokens * self._turns for name in self.measurements}
+        told = ", ".join(f"{name} {seconds:.0f}" for name, seconds in each.items())
+        return f"started; what is measured now takes about {sum(each.values()):.0f} s: {told}"
 
     def start_all(self) -> None:
         """First generations. What transformers compiles stays in memory, so its static cache comes last."""
@@ -171,9 +165,21 @@ class Benchmark:
 
     def start(self, way: Way) -> None:
         """The first generation of a way, with nothing of the others in memory."""
+        self.progress.doing(f"{way.name}, first generation")
         forget(self.pair)
-        seconds = self._generate(way, self.longest).seconds
-        self.measurements[way.name] = Measurement(way, seconds, peak_memory(self.pair.target))
+        captures = self._captures(way.name)
+        length = self.plan.new_tokens if captures else min(SHORT, self.plan.new_tokens)
+        found = self._generate(way, self.longest, new_tokens=length)
+        peak = peak_memory(self.pair.target)
+        if peak is not None and not captures:
+            models = [self.pair.target, *([self.pair.draft] if way.drafts else [])]
+            peak += sum(cache_bytes(model, self.plan.new_tokens - length) for model in models)
+        second = None if captures else self._generate(way, self.longest, new_tokens=length).seconds
+        self.measurements[way.name] = Measurement(way, found.seconds, second, peak)
+        if found.stats is not None:
+            wanted = self.plan.choices.expected_runtime(self.pair.target.device.type)
+            for reason in complaints(way.name, found.stats.runtime, found.stats.slowed_by, wanted):
+                self.progress.say(f"warning: {reason}")
 
     def start_swept(self, name: str) -> None:
         """Find a way's settings, then start it."""
@@ -183,25 +189,28 @@ class Benchmark:
         """Let ways that capture sizes meet the longest and the shortest prompt."""
         for prompt in reversed(self._some(2)):
             for measurement in self.measurements.values():
-                if measurement.way.captures:
+                if self._captures(measurement.way.name):
+                    self.progress.doing(f"{measurement.way.name}, warm-up")
                     self._generate(measurement.way, prompt)
 
     def sweep(self, name: str) -> SpecBranchConfig:
         """Try every candidate on a few prompts, each twice, the second time counted; the fastest wins."""
         tried: list[tuple[float, SpecBranchConfig]] = []
-        for settings in self._candidates(name):
+        for settings in self.candidates(name):
             way = Way(name, settings, drafts=True)
-            tokens, seconds = 0, 0.0
-            for prompt in self._some(self.plan.sweep_prompts):
+            self.progress.doing(f"{name}, sweep, drafts of {settings.max_draft_length}")
+            tokens, seconds, decode = 0, 0.0, 0.0
+            for prompt in self.sweep_prompts:
                 self._generate(way, prompt)
                 found = self._generate(way, prompt)
-                tokens, seconds = tokens + len(found.tokens), seconds + found.seconds
+                tokens, seconds, decode = tokens + len(found.tokens), seconds + found.seconds, decode + found.decode
             tried.append((tokens / seconds, settings))
             self.sweeps.setdefault(name, []).append(
                 {
                     "max_draft_length": settings.max_draft_length,
                     "confidence_threshold": settings.confidence_threshold,
                     "tokens_per_second": tokens / seconds,
+                    "decode_tokens_per_second": max(0, tokens - len(self.sweep_prompts)) / decode if decode else None,
                 }
             )
         return max(tried, key=lambda entry: entry[0])[1]
@@ -212,6 +221,7 @@ class Benchmark:
         plain = self.outputs.setdefault(prompt, found.tokens)  # plain generate() comes first
         known = measurement.prompts.setdefault(prompt, OnPrompt(len(found.tokens), stats=found.stats))
         known.seconds.append(found.seconds)
+        known.decode_seconds += [found.decode] if found.stats is not None else []
         ids, name = self.inputs[prompt]["input_ids"], self.ids[prompt]
         if any(entry.prompt == name for entry in measurement.differences):
             return
@@ -225,12 +235,21 @@ class Benchmark:
         measurement.gaps += streamer.gaps()
         measurement.first_token.append(streamer.time_to_first_token)
 
-    def _generate(self, way: Way, prompt: int, streamer: TimingStreamer | None = None) -> Generation:
-        found = generate_once(self.pair, way, self.inputs[prompt], self.plan.new_tokens, streamer)
-        self.advance()
+    def _generate(
+        self, way: Way, prompt: int, streamer: TimingStreamer | None = None, new_tokens: int | None = None
+    ) -> Generation:
+        found = generate_once(self.pair, way, self.inputs[prompt], new_tokens or self.plan.new_tokens, streamer)
+        self.spent[way.name] = self.spent.get(way.name, 0.0) + found.seconds
+        self.pace[way.name] = found.seconds / max(1, len(found.tokens))
+        self.progress.advance()
         return found
 
-    def _candidates(self, name: str) -> list[SpecBranchConfig]:
+    def _captures(self, name: str) -> bool:
+        """Whether a way compiles or captures something the first time it meets a size."""
+        return name not in EAGER and self.pair.target.device.type == "cuda"
+
+    def candidates(self, name: str) -> list[SpecBranchConfig]:
+        """What the sweep of a way tries."""
         return candidates(name, self.plan.choices, self.plan.sweep, self.plan.sweep_epsilon)
 
     def _some(self, count: int) -> list[int]:
@@ -240,22 +259,12 @@ class Benchmark:
         return [self.by_length[place] for place in sorted(places)]
 
 
-def pooled(all_stats: list[SpecBranchStats]) -> SpecBranchStats | None:
-    """Counts and times added up, so that rates are those of all generations together; None for none.
+def complaints(name: str, runtime: str, slowed_by: str, wanted: str) -> list[str]:
+    """What a reader of a way's figures must know about how it ran.
 
     Example:
-        >>> pooled([SpecBranchStats(new_tokens=3), SpecBranchStats(new_tokens=4)]).new_tokens
-        7
+        >>> complaints("specbranch", runtime="eager", slowed_by="", wanted="graph")
+        ['specbranch ran with runtime "eager", not "graph"']
     """
-    if not all_stats:
-        return None
-    total = SpecBranchStats(policy=all_stats[0].policy)
-    for stats in all_stats:
-        for entry in fields(stats):
-            value = getattr(stats, entry.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                setattr(total, entry.name, getattr(total, entry.name) + value)
-        for accepted, count in enumerate(stats.acceptance_histogram):
-            total.acceptance_histogram.extend([0] * (accepted + 1 - len(total.acceptance_histogram)))
-            total.acceptance_histogram[accepted] += count
-    return total
+    found = [f'{name} ran with runtime "{runtime}", not "{wanted}"'] if runtime != wanted else []
+    return found + ([f"{name} was driven step by step from the host: {slowed_by}"] if slowed_by else [])

@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .differences import summary
-from .measure import Benchmark, Measurement
+from .findings import Measurement
+from .measure import Benchmark, complaints
+from .memory import needed
 from .timing import percentile
-from .ways import Pair
 
 
 def versions(device: torch.device) -> dict[str, Any]:
@@ -58,6 +58,11 @@ def row(measurement: Measurement, plain: Measurement | None, ours: Measurement |
         "warm_up_seconds": measurement.warm_up_seconds(longest),
         "peak_memory_gib": None if measurement.peak_memory is None else measurement.peak_memory / 2**30,
         "differing_outputs": len(measurement.differences),
+        "runtime": stats.runtime if stats else None,
+        "slowed_by": stats.slowed_by if stats else None,
+        "seconds_per_generation": median(seconds for found in measurement.prompts.values() for seconds in found.seconds)
+        if speeds
+        else None,
     }
 
 
@@ -67,23 +72,26 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
     Args:
         benchmark: finished or cut short.
         settings: what the command was given.
-        extras: further measurements by name ("limit", "stability", "time_to_first_token", "round_cost").
+        extras: further findings by name ("predictions", "limit", "stability", "time_to_first_token", "round_cost").
         interrupted: it was cut short.
     """
     found = benchmark.measurements
     plain, ours = found.get("plain"), found.get("autoregressive")
     everything = [entry for measurement in found.values() for entry in measurement.differences]
+    length = benchmark.inputs[benchmark.longest]["input_ids"].shape[1] + benchmark.plan.new_tokens
     return {
         "versions": versions(benchmark.pair.target.device),
         "settings": settings,
         "interrupted": interrupted,
         "failed": benchmark.failed,
-        "memory": memory(benchmark),
+        "warnings": warnings(benchmark),
+        "memory": needed(benchmark.pair, length),
         "ways": {
             name: {
                 **measurement.way.to_dict(),
                 **row(measurement, plain, ours, benchmark.longest),
                 "first_generation_seconds": measurement.first_seconds,
+                "seconds_spent": benchmark.spent.get(name),
                 "acceptance_histogram": measurement.stats.acceptance_histogram if measurement.stats else None,
                 "prompts": per_prompt(benchmark, measurement),
             }
@@ -95,6 +103,18 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
     }
 
 
+def warnings(benchmark: Benchmark) -> list[str]:
+    """Our ways that did not run as they were asked to."""
+    wanted = benchmark.plan.choices.expected_runtime(benchmark.pair.target.device.type)
+    all_stats = [(name, measurement.stats) for name, measurement in benchmark.measurements.items()]
+    return [
+        reason
+        for name, stats in all_stats
+        if stats is not None
+        for reason in complaints(name, stats.runtime, stats.slowed_by, wanted)
+    ]
+
+
 def per_prompt(benchmark: Benchmark, measurement: Measurement) -> list[dict[str, Any]]:
     """One way's figures, prompt by prompt."""
     return [
@@ -103,27 +123,9 @@ def per_prompt(benchmark: Benchmark, measurement: Measurement) -> list[dict[str,
             "prompt_tokens": benchmark.inputs[at]["input_ids"].shape[1],
             "new_tokens": found.new_tokens,
             "seconds": found.seconds,
+            "decode_seconds": found.decode_seconds,
             "tokens_per_second": found.speed,
             "stats": found.stats.to_dict() if found.stats else None,
         }
         for at, found in measurement.prompts.items()
     ]
-
-
-def memory(benchmark: Benchmark) -> dict[str, Any]:
-    """Bytes that a run needs at the least: weights, and caches for the longest prompt and its new tokens."""
-    pair: Pair = benchmark.pair
-    length = benchmark.inputs[benchmark.longest]["input_ids"].shape[1] + benchmark.plan.new_tokens
-    needs = {}
-    for role, model in (("target", pair.target), ("draft", pair.draft)):
-        needs[f"{role}_weights"] = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        needs[f"{role}_cache"] = cache_bytes(model, length)
-    return {**needs, "total": sum(needs.values()), "tokens": length}
-
-
-def cache_bytes(model: PreTrainedModel, length: int) -> int:
-    """Keys and values of `length` tokens in every layer."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize)

@@ -40,11 +40,16 @@ GROUPS = (
         Column("warm_up_seconds", "warm\ns", ".1f"),
         Column("peak_memory_gib", "GiB", ".1f"),
     ),
+    (
+        Column("runtime", "runtime", "s"),
+        Column("seconds_per_generation", "s/run", ".2f"),
+    ),
 )
 LEGEND = (
     "x plain, x autoreg: speed over plain generate() and over our autoregressive way, medians over prompts. "
     "tok/pass: committed tokens a target pass. p50, p95: gaps between streamed tokens (0 within a round), in a pass of "
-    "its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first generation."
+    "its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first generation. runtime: "
+    "what ran our ways. s/run: seconds a measured generation, the median."
 )
 
 
@@ -91,9 +96,12 @@ def lines(report: dict[str, Any]) -> list[str]:
     said = [f"{versions['device']}, torch {versions['torch']}, transformers {versions['transformers']}"]
     if report["interrupted"]:
         said.append("interrupted: these are the figures so far")
+    said += [f"warning: {reason}" for reason in report["warnings"]]
     said += [f"{name} is left out, it failed: {reason}" for name, reason in report["failed"].items()]
     said += [_sweep_line(name, tried) for name, tried in report["sweeps"].items()]
     said.append(_difference_line(report["differences"]))
+    if predictions := report.get("predictions"):
+        said += _prediction_lines(predictions)
     if limit := report.get("limit"):
         said += _limit_lines(limit)
     if found := report.get("time_to_first_token"):
@@ -139,6 +147,20 @@ def _difference_line(found: dict[str, Any]) -> str:
         f"{found['largest_margin']:.3g} ({found['largest_margin_in_spacings']:.1f} steps of the dtype), "
         f"{found['largest_margin_float32']:.3g} with the output layer in float32"
     )
+
+
+def _prediction_lines(found: dict[str, Any]) -> list[str]:
+    off = found["median_error"]
+    first = (
+        f"predicted by replay, each way at the step costs of the others: tokens/s behind the first token "
+        f"{off['tokens_per_second']:.0%} off what was measured (median), tokens a pass {off['tokens_per_pass']:.1%}"
+    )
+    return [first] + [
+        f"{name}: predicted {way['predicted']['tokens_per_second']:.1f} tokens/s, measured "
+        f"{way['measured']['tokens_per_second']:.1f} ({way['error']['tokens_per_second']:+.0%}); tokens a pass "
+        f"{way['predicted']['tokens_per_pass']:.2f} and {way['measured']['tokens_per_pass']:.2f}"
+        for name, way in found["ways"].items()
+    ]
 
 
 def _limit_lines(limit: dict[str, Any]) -> list[str]:

@@ -24,6 +24,11 @@ class Generation(NamedTuple):
     seconds: float
     stats: SpecBranchStats | None  # of our ways
 
+    @property
+    def decode(self) -> float:
+        """Seconds behind the first token; 0 where that is not known."""
+        return self.stats.total_seconds - self.stats.time_to_first_token if self.stats is not None else 0.0
+
 
 class TimingStreamer(BaseStreamer):
     """Notes when each new token arrives; tokens of one round arrive together.

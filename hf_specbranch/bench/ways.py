@@ -52,6 +52,10 @@ class Choices(NamedTuple):
     runtime: str = "auto"
     kernels: bool | str = "auto"
 
+    def expected_runtime(self, device: str) -> str:
+        """What our ways should run with on this type of device."""
+        return self.runtime if self.runtime != "auto" else "graph" if device == "cuda" else "eager"
+
     def settings(self, policy: str, **more: Any) -> SpecBranchConfig:
         """Our settings for a policy; `more` wins over what the user set."""
         given = dict(max_draft_length=self.gamma, confidence_threshold=self.epsilon, max_branches=self.branches)
@@ -86,11 +90,6 @@ class Way:
     @property
     def is_ours(self) -> bool:
         return self.settings is not None
-
-    @property
-    def captures(self) -> bool:
-        """Whether something is compiled or captured the first time a size is met."""
-        return self.name not in EAGER
 
     @contextmanager
     def prepared(self, pair: Pair) -> Iterator[dict[str, Any]]:

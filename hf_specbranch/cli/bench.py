@@ -16,7 +16,8 @@ from ..bench.further import Further
 from ..bench.grow import check_growth
 from ..bench.grow import grow as grow_model
 from ..bench.grow_head import grow_head
-from ..bench.measure import Benchmark, Plan
+from ..bench.measure import Benchmark, Plan, Progress
+from ..bench.predictions import predictions
 from ..bench.prompts import Prompt, python_prompts, read_prompts
 from ..bench.report import build
 from ..bench.shapes import Shape, resolve_shape
@@ -26,8 +27,9 @@ from ..config import RUNTIMES
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
 from ..mixin import specbranch
-from ..plots.speedup import check_plots, save_speedup
+from ..plots import check_plots, save_speedup
 from .pair import EMBEDDED, load_pair
+from .printing import INTERRUPTED, TERMINATED, Terminated, leaving_cleanly, terminable
 
 DEFAULT_WAYS = ",".join(name for name in TITLES if name != "specbranch-best")
 EPILOG = "Ways: " + "; ".join(f"{name}: {title}" for name, title in TITLES.items()) + "."
@@ -53,7 +55,10 @@ def bench(
         bool, typer.Option("--sweep-specbranch", help="Also sweep specbranch: the way specbranch-best.")
     ] = False,
     sweep_epsilon: Annotated[str, typer.Option(help="Thresholds to try with it, e.g. 0.2,0.4,0.6.")] = "",
-    stream_prompts: Annotated[int, typer.Option(min=0, help="Prompts of the streamed pass.")] = 2,
+    stream_prompts: Annotated[int, typer.Option(min=0, help="Prompts of the streamed pass.")] = 1,
+    predict: Annotated[
+        bool, typer.Option("--predict/--no-predict", help="Hold the simulation against what was measured.")
+    ] = True,
     pass_at: Annotated[str, typer.Option(help="Contexts to time a target pass at; empty: none.")] = "512",
     first_token_at: Annotated[
         int | None, typer.Option("--time-to-first-token", min=1, help="Also on a prompt of so many tokens.")
@@ -80,7 +85,7 @@ def bench(
     """Measure every way to generate the same tokens: transformers' own and ours, on the same models and prompts.
 
     Greedy, batch size 1. Ways run in turns, prompt by prompt, after a warm-up; outputs are compared with plain
-    generate()'s. Ctrl-C shows what is measured so far.
+    generate()'s. Ctrl-C, or a signal to terminate, shows and writes what is measured so far.
 
     Example: hf-specbranch bench --grow 7b:68m --device cuda --dtype bfloat16 --new-tokens 256 --json bench.json
     """
@@ -104,12 +109,10 @@ def bench(
     texts = (read_prompts(prompts) if prompts is not None else python_prompts())[:num_prompts]
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.manual_seed(seed)
-    try:
+    with leaving_cleanly(), terminable():
         pair = load_models(Names(target, draft, grow, head, device, dtype))
         further.check(pair)
         status = measure_and_show(pair, texts, plan, further, files, _plain(context.params))
-    except KeyboardInterrupt:
-        status = 130
     raise typer.Exit(status)
 
 
@@ -151,26 +154,46 @@ class Names(NamedTuple):
 def measure_and_show(
     pair: Pair, texts: list[Prompt], plan: Plan, further: Further, files: Files, settings: dict[str, Any]
 ) -> int:
-    """Run everything and report it, cut short or not; the exit status: 130 if interrupted, 1 if a way failed."""
+    """Run everything and report it, cut short or not; the exit status: 130 or 143 if so, 1 if a way failed."""
     device = pair.target.device
     inputs = [(text.id, dict(pair.tokenizer(text.prompt, return_tensors="pt").to(device))) for text in texts]
     extras: dict[str, Any] = {}
     stopped: BaseException | None = None
     with tqdm(unit="run", leave=False, file=sys.stderr, disable=None) as bar:
-        benchmark = Benchmark(pair, inputs, plan, bar.update)
+        benchmark = Benchmark(pair, inputs, plan, Bar(bar))
         bar.reset(benchmark.generations)
         try:
             benchmark.run()
             bar.set_description("further measurements")
+            if settings["predict"] and (found := predictions(benchmark)) is not None:
+                extras["predictions"] = found
             further.run(pair, benchmark.inputs, plan, extras)
-        except (KeyboardInterrupt, RuntimeError) as error:  # figures that took an hour are not thrown away
+        except (KeyboardInterrupt, Exception) as error:  # figures that took an hour are not thrown away
             stopped = error
     report = build(benchmark, settings, extras, interrupted=stopped is not None)
-    print_report(report, Console())
     files.write(report)
-    if isinstance(stopped, RuntimeError):
+    print_report(report, Console())
+    if isinstance(stopped, KeyboardInterrupt):
+        return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
+    if stopped is not None:
         raise stopped
-    return 130 if stopped is not None else 1 if benchmark.failed else 0
+    return 1 if benchmark.failed else 0
+
+
+class Bar(Progress):
+    """Shows a run on a progress bar; what is worth saying stays on the screen, or in a log, above it."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+
+    def doing(self, what: str) -> None:
+        self.bar.set_description(what)
+
+    def advance(self) -> None:
+        self.bar.update()
+
+    def say(self, line: str) -> None:
+        self.bar.write(line, file=sys.stderr)
 
 
 def load_models(names: Names) -> Pair:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from ..bench.prompts import python_prompts, read_prompts
 from ..doctor import Report, examination_generations, examine
+from ..simulate import save_agreements
 from . import options
 from .printing import leaving_cleanly
 
@@ -33,6 +34,9 @@ def doctor(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
+    recording: Annotated[
+        Path | None, typer.Option(help="Write what the draft made of each text; see hf_specbranch.simulate.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check a pair, measure it on a few prompts, and say whether speculation pays, and with which settings.
@@ -42,6 +46,8 @@ def doctor(
     Example: hf-specbranch doctor --target org/large --draft org/small --prompts mine.jsonl
     """
     with leaving_cleanly():
+        if recording is not None and not recording.absolute().parent.is_dir():
+            raise FileNotFoundError(f"--recording {recording}: there is no folder {recording.parent}")
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
         large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
         with tqdm(total=examination_generations(len(texts), repeat), unit="run", leave=False, disable=as_json) as bar:
@@ -58,6 +64,8 @@ def doctor(
                 runtime=runtime or "auto",
                 tick=bar.update,
             )
+        if recording is not None:
+            save_agreements(report.recording, recording)
         if as_json:
             print(json.dumps(report.to_dict()))
         else:

@@ -20,9 +20,15 @@ from ..heads.pictures import check_pictures, save_pictures
 from ..heads.tables import eval_table
 from ..heads.train import TrainSettings
 from ..heads.train import train as run_train
+from ..plots import save_rollback
+from .options import check_picture
 from .pair import load_pair
+from .printing import leaving_cleanly
 
-app = typer.Typer(help="Length heads: collect, train, eval, push, search.", no_args_is_help=True)
+app = typer.Typer(
+    help="Length heads: collect, train, eval, push, search.\n\nExample: hf-specbranch head eval --head head",
+    no_args_is_help=True,
+)
 
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
 Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" for the embedded target.')]
@@ -34,6 +40,7 @@ Threads = Annotated[int, typer.Option(help="CPU threads for torch; 0 leaves it a
 
 
 @app.command()
+@leaving_cleanly()
 def collect(
     prompts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt each.")],
     out: Annotated[Path, typer.Option(help="Folder for the recorded lines; an unfinished one is gone on with.")],
@@ -75,6 +82,7 @@ def collect(
 
 
 @app.command()
+@leaving_cleanly()
 def train(
     data: Annotated[Path, typer.Option(help="Folder that `head collect` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
@@ -129,6 +137,7 @@ def train(
 
 
 @app.command(name="eval")
+@leaving_cleanly()
 def evaluate_head(
     head: Annotated[str, typer.Option(help="Folder or repository id of the head.")],
     target: Target = None,
@@ -139,6 +148,7 @@ def evaluate_head(
     temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 40,
+    png: Annotated[Path | None, typer.Option(help="Draw rollback and tokens a pass by policy.")] = None,
     into_card: Annotated[bool, typer.Option(help="Write the table into the head's config and card.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -150,6 +160,7 @@ def evaluate_head(
 
     Example: hf-specbranch head eval --head head --draft weak
     """
+    check_picture(png)
     loaded = LengthHead.from_pretrained(head)
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
@@ -161,10 +172,13 @@ def evaluate_head(
     if into_card:
         loaded.config = replace(loaded.config, training={**loaded.config.training, "measured": result})
         loaded.save_pretrained(head)
+    if png is not None:
+        save_rollback(result, png)
     print(json.dumps(result) if as_json else eval_table(result))
 
 
 @app.command()
+@leaving_cleanly()
 def push(
     head: Annotated[str, typer.Option(help="Folder of the head.")],
     repo: Annotated[str, typer.Option(help="Repository id to upload to, made if missing.")],
@@ -179,6 +193,7 @@ def push(
 
 
 @app.command()
+@leaving_cleanly()
 def search(
     target: Annotated[str, typer.Option(help="Repository id of the target.")],
     draft: Annotated[str | None, typer.Option(help="Repository id of the draft.")] = None,

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..config import RUNTIMES, SpecBranchConfig
 from ..demo_pair import load_demo_pair
+from ..plots import check_plots
 from .pair import EMBEDDED, load_pair
 
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
@@ -65,6 +66,14 @@ def read_settings(path: Path) -> SpecBranchConfig:
         return SpecBranchConfig.from_json_file(path)
     except (ValueError, TypeError) as error:
         raise ValueError(f"--config {path}: {error}") from error
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse a picture that cannot be drawn or written, before any work."""
+    if path is not None:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"--png {path}: expected a file in a folder that exists")
+        check_plots("--png")
 
 
 def sampling_from(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from ..stats import SpecBranchStats
 
-INTERRUPTED = 130  # what shells expect of a program that Ctrl-C ended
+INTERRUPTED, TERMINATED = 130, 143  # what shells expect of a program that Ctrl-C or SIGTERM ended
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is to be treated like Ctrl-C."""
 
 
 @contextmanager
@@ -24,9 +31,26 @@ def leaving_cleanly() -> Iterator[None]:
         # Python would flush what is left on exit, and complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as reason:
         print("\ninterrupted", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(TERMINATED if isinstance(reason, Terminated) else INTERRUPTED) from None
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, ends what runs here as Ctrl-C would."""
+
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # signals arrive elsewhere
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def note(line: str) -> None:
@@ -48,6 +72,10 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         )
     if stats.branch_points:
         lines.append(f"branch points hit: {stats.branch_hits} of {stats.branch_points}")
+    if stats.outcome_points:
+        lines.append(f"corrections foreseen: {stats.outcome_hits} of {stats.outcome_points}")
     if stats.draft_seconds:
         lines.append(f"drafting hidden: {stats.hidden_fraction:.0%}")
+    if stats.slowed_by:
+        lines.append(f"slowed: {stats.slowed_by}")
     return lines

@@ -12,6 +12,7 @@ import typer
 
 from ..config import POLICIES
 from ..mixin import specbranch
+from ..simulate import record_agreement, save_agreements
 from ..timeline import Recording, chrome_trace, record, timeline_page
 from ..timeline.record import as_if_captured
 from . import options
@@ -19,10 +20,11 @@ from .generate import prompt_from
 from .printing import leaving_cleanly, stats_lines
 
 WARM_UP_TOKENS = 16
+AGREEMENT = "agreement.json"
 
 
 def trace(
-    out: Annotated[Path, typer.Option(help="Folder for trace.json and timeline.html; made if need be.")],
+    out: Annotated[Path, typer.Option(help="Folder for what is written; made if need be.")],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Default: standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from here.")] = None,
     compare: Annotated[str | None, typer.Option(help="A second policy, on the same scale of time.")] = None,
@@ -47,7 +49,8 @@ def trace(
 ) -> None:
     """Record one generation and draw it: who worked when, on which tokens, and what became of them.
 
-    timeline.html is one page for any browser; trace.json opens in Perfetto.
+    timeline.html is one page for any browser; trace.json opens in Perfetto; agreement.json (greedy only) is what
+    hf_specbranch.simulate predicts other machines from.
 
     Example: hf-specbranch trace "def add(a, b):" --out timeline --compare vanilla
     """
@@ -71,6 +74,9 @@ def trace(
                 found = record(model, tokenizer, text, specbranch=chosen, max_new_tokens=count, **sampling)
             recordings.append(found)
         trace_file, page_file = save(recordings, out)
+        if not sampling["do_sample"]:  # a greedy text can be replayed with other settings and step costs
+            ids = tokenizer(text, return_tensors="pt")["input_ids"].to(large.device)
+            save_agreements([record_agreement(model, small, {"input_ids": ids}, max_new_tokens)], out / AGREEMENT)
         if as_json:
             stats = [each.stats.to_dict() for each in recordings]
             print(json.dumps({"trace": str(trace_file), "timeline": str(page_file), "stats": stats}))

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..bench.prompts import python_prompts, read_prompts
 from ..mixin import specbranch
+from ..plots import save_by_length
 from ..tune import POLICIES, Tuning, tuning_generations
 from ..tune import tune as run_tune
 from . import options
@@ -36,6 +37,7 @@ def tune(
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
     seed: Annotated[int, typer.Option(help="Decides which prompts are drawn.")] = 0,
+    png: Annotated[Path | None, typer.Option(help="Draw predicted and measured speed by draft length.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Search draft length, confidence threshold and branches, and write the best as JSON.
@@ -51,6 +53,7 @@ def tune(
             raise ValueError(f"--policy {policy}: expected one of {', '.join(POLICIES)}")
         if not out.parent.is_dir():
             raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
+        options.check_picture(png)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())]
         drawn = random.Random(seed).sample(texts, min(num_prompts, len(texts)))
         torch.manual_seed(seed)
@@ -71,6 +74,8 @@ def tune(
                 tick=bar.update,
             )
         found.best.to_json_file(out)
+        if png is not None:
+            save_by_length(found, png)
         if as_json:
             print(json.dumps(_as_dict(found, out)))
         else:
