@@ -1,5 +1,6 @@
 """Doctor and tune: what they measure, predict and recommend."""
 
+import importlib.util
 import json
 
 import pytest
@@ -158,8 +159,11 @@ def run(folders, command, *more):
 
 def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders, tmp_path, target, draft):
     out = tmp_path / "tuned.json"
-    said = run(folders, "tune", "--out", out, "--policy", "vanilla", "--finalists", 1, "--repeat", 1, "--json")
+    quick = ["--policy", "vanilla", "--finalists", 1, "--repeat", 1, "--json"]
+    picture = ["--png", tmp_path / "tuned.png"] if importlib.util.find_spec("matplotlib") else []
+    said = run(folders, "tune", "--out", out, *quick, *picture)
     answer = json.loads(said.stdout)
+    assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
     best = SpecBranchConfig.from_json_file(out)
     assert answer["best"] == best.to_dict() and best.policy == "vanilla"
     model = attached(target)

@@ -16,7 +16,6 @@ from .trace import trace
 from .tune import tune
 
 app = typer.Typer(
-    help="Branch-parallel speculative decoding behind model.generate().",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,7 +31,12 @@ app.command(epilog=BENCH_EPILOG)(bench)
 
 @app.callback()
 def _root() -> None:
-    """Branch-parallel speculative decoding behind model.generate()."""
+    """Branch-parallel speculative decoding behind model.generate().
+
+    Without --target and --draft, commands work on a small pair that comes with the package.
+
+    Example: hf-specbranch generate "def add(a, b):" --max-new-tokens 64
+    """
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import typer
-from rich.console import Console
 from tqdm import tqdm
+from transformers.utils import logging
 
 from ..bench.further import Further
 from ..bench.grow import check_growth
@@ -29,7 +29,7 @@ from ..heads import LengthHead
 from ..mixin import specbranch
 from ..plots import check_plots, save_speedup
 from .pair import EMBEDDED, load_pair
-from .printing import INTERRUPTED, TERMINATED, Terminated, leaving_cleanly, terminable
+from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, terminable
 
 DEFAULT_WAYS = ",".join(name for name in TITLES if name != "specbranch-best")
 EPILOG = "Ways: " + "; ".join(f"{name}: {title}" for name, title in TITLES.items()) + "."
@@ -200,6 +200,7 @@ def load_models(names: Names) -> Pair:
     """The pair, grown if asked, with a head if there is one that fits."""
     device = _device(names.device)
     shapes = _shapes(names.grow)
+    logging.disable_progress_bar()
     head = _small_head(names)
     if shapes is None:
         target, draft, tokenizer = load_pair(names.target, names.draft, names.device, names.dtype)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -16,7 +15,7 @@ from ..bench.prompts import python_prompts, read_prompts
 from ..doctor import Report, examination_generations, examine
 from ..simulate import save_agreements
 from . import options
-from .printing import leaving_cleanly
+from .printing import Console, leaving_cleanly
 
 UNUSABLE, SLOWER = 1, 3
 
@@ -50,7 +49,9 @@ def doctor(
             raise FileNotFoundError(f"--recording {recording}: there is no folder {recording.parent}")
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
         large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        with tqdm(total=examination_generations(len(texts), repeat), unit="run", leave=False, disable=as_json) as bar:
+        with tqdm(
+            total=examination_generations(len(texts), repeat), unit="run", leave=False, disable=as_json or None
+        ) as bar:
             report = examine(
                 large,
                 small,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..config import RUNTIMES, SpecBranchConfig
 from ..demo_pair import load_demo_pair
@@ -106,10 +105,6 @@ def open_pair(
     if threads:
         torch.set_num_threads(threads)
     device, dtype = place(device, dtype)
-    for option, name in (("--target", target), ("--draft", draft)):
-        if name is not None and name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-            raise FileNotFoundError(f"{option} {name}: no such folder")
-    logging.disable_progress_bar()
     return load_pair(target, draft, device, dtype)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import rich.console
 import typer
 
 from ..stats import SpecBranchStats
@@ -19,6 +20,13 @@ INTERRUPTED, TERMINATED = 130, 143  # what shells expect of a program that Ctrl-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where it is to be treated like Ctrl-C."""
+
+
+class Console(rich.console.Console):
+    """A console that leaves a reader who goes away to `leaving_cleanly`."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -19,7 +18,7 @@ from ..plots import save_by_length
 from ..tune import POLICIES, Tuning, tuning_generations
 from ..tune import tune as run_tune
 from . import options
-from .printing import leaving_cleanly
+from .printing import Console, leaving_cleanly
 
 
 def tune(
@@ -61,7 +60,7 @@ def tune(
         inputs = [dict(tokenizer(text, return_tensors="pt").to(large.device)) for text in drawn]
         policies = [policy] if policy is not None else POLICIES
         total = tuning_generations(len(drawn), finalists, repeat, len(policies))
-        with tqdm(total=total, unit="run", leave=False, disable=as_json) as bar:
+        with tqdm(total=total, unit="run", leave=False, disable=as_json or None) as bar:
             found = run_tune(
                 specbranch(large),
                 small,

@@ -1,0 +1,170 @@
+"""What holds for each command: a narrow terminal, a closed pipe, a wrong path, a wrong model, Ctrl-C, exit codes."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
+
+from hf_specbranch.cli import app, main
+
+from .heads import random_head
+from .models import VOCABULARY
+from .tokens import letter_tokenizer
+
+DOCUMENTED = Path(__file__).parent.parent / "docs/cli.md"
+SHORT = {  # each command on the small pair, as quick as it gets
+    "generate": ["abc", "--max-new-tokens", "8"],
+    "chat": ["--max-new-tokens", "8"],
+    "doctor": ["--max-new-tokens", "8", "--repeat", "1", "--num-prompts", "1", "--prompts", "{pair}/prompts.jsonl"],
+    "tune": [
+        "--max-new-tokens", "8", "--repeat", "1", "--finalists", "1", "--policy", "vanilla", "--out", "{out}/t.json",
+        "--prompts", "{pair}/prompts.jsonl",
+    ],
+    "trace": ["abc", "--max-new-tokens", "8", "--out", "{out}/trace"],
+    "bench": [
+        "--new-tokens", "4", "--ways", "autoregressive", "--pass-at", "", "--prompts", "{pair}/prompts.jsonl",
+        "--stream-prompts", "0",
+    ],
+    "head collect": ["--prompts", "{pair}/prompts.jsonl", "--out", "{out}/lines", "--layers", "1"],
+    "head eval": ["--head", "{pair}/head", "--prompts", "{pair}/prompts.jsonl", "--max-new-tokens", "8"],
+}  # fmt: skip
+WITHOUT_A_PAIR = {"head train", "head push", "head search"}
+
+
+def all_commands():
+    """Every command's words, groups too."""
+    found = []
+
+    def walk(command, words):
+        found.append(words)
+        for name, each in getattr(command, "commands", {}).items():
+            walk(each, [*words, name])
+
+    walk(typer.main.get_command(app), [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, target, draft):
+    """The small pair, a head and a prompt on disk."""
+    where = tmp_path_factory.mktemp("pair")
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(where / name)
+        letter_tokenizer(VOCABULARY).save_pretrained(where / name)
+    random_head(target, draft).save_pretrained(where / "head")
+    (where / "prompts.jsonl").write_text('{"id": "1", "prompt": "abcdefg"}\n')
+    return where
+
+
+def arguments(command, pair, out, target=None, draft=None):
+    """The words of a command line."""
+    models = ["--target", str(target or pair / "target"), "--draft", str(draft or pair / "draft")]
+    return [*command.split(), *(part.format(pair=pair, out=out) for part in SHORT[command]), *models]
+
+
+def run_main(capfd, monkeypatch, words):
+    """Through `main`, as a shell would; the exit code and standard error."""
+    monkeypatch.setattr(sys, "argv", ["hf-specbranch", *words])
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code or 0, capfd.readouterr().err
+
+
+def test_every_command_is_tried_here():
+    leaves = {" ".join(words) for words in all_commands()} - {"", "head"}
+    assert leaves == set(SHORT) | WITHOUT_A_PAIR
+
+
+@pytest.mark.parametrize("words", all_commands(), ids=" ".join)
+def test_help_fits_sixty_columns_and_shows_an_example(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    said = CliRunner().invoke(app, [*words, "--help"])
+    assert said.exit_code == 0 and max(map(len, said.output.splitlines())) <= 60
+    flat = " ".join(said.output.split())
+    assert re.search(r"Example: hf-specbranch \w+", flat), said.output
+
+
+@pytest.mark.parametrize("command", SHORT)
+def test_ctrl_c_ends_every_command_with_130_and_one_line(command, pair, tmp_path, capfd, monkeypatch):
+    if command == "chat":
+        pytest.skip("at a terminal Ctrl-C stops the answer, not the chat")
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 400:
+            signal.raise_signal(signal.SIGINT)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(interrupt)
+    try:
+        code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path))
+    finally:
+        hook.remove()
+    assert code == 130 and "Traceback" not in told
+    assert command == "bench" or told.strip().splitlines()[-1] == "interrupted"
+
+
+@pytest.mark.parametrize("command", ["generate", "trace", "bench", "head eval"])
+def test_a_reader_who_goes_away_is_no_error(command, pair, tmp_path, capfd, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        code, told = run_main(capfd, monkeypatch, [*arguments(command, pair, tmp_path)])
+    assert code == 0 and "Error" not in told and "error" not in told
+
+
+@pytest.mark.parametrize("command", SHORT)
+def test_a_wrong_path_is_told_in_one_line(command, pair, tmp_path, capfd, monkeypatch):
+    code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, draft="/no/such/model"))
+    assert code == 1 and told == "error: --draft /no/such/model: no such folder\n"
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    """A model of another kind."""
+    where = tmp_path_factory.mktemp("translator")
+    sizes = dict(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(where)
+    letter_tokenizer(VOCABULARY).save_pretrained(where)
+    return where
+
+
+@pytest.mark.parametrize("command", SHORT)
+def test_a_wrong_model_is_told_in_one_line(command, pair, translator, tmp_path, capfd, monkeypatch):
+    code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, target=translator))
+    assert code == 1 and told.startswith(f"error: --target {translator}: ") and told.count("\n") == 1
+
+
+def test_a_wrong_option_ends_with_2():
+    assert CliRunner().invoke(app, ["generate", "--no-such-option"]).exit_code == 2
+
+
+def test_exit_codes_are_documented():
+    text = DOCUMENTED.read_text()
+    for code in ("| 0 |", "| 1 |", "| 2 |", "| 3 |", "| 130 |", "| 143 |"):
+        assert code in text
+
+
+@pytest.mark.slow
+def test_pictures_and_recordings_are_written(pair, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("tuned.png", "rollback.png", "recording.json")]
+    for command, option, path in zip(("tune", "head eval", "doctor"), ("--png", "--png", "--recording"), files):
+        done = CliRunner().invoke(app, [*arguments(command, pair, tmp_path), option, str(path)])
+        assert done.exit_code in (0, 3), done.output
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files[:2])
+    assert json.loads(files[2].read_text())[0]["candidates"] == 9
+    nowhere = CliRunner().invoke(app, [*arguments("tune", pair, tmp_path), "--png", "/no/folder/a.png"])
+    assert "--png /no/folder/a.png: expected a file in a folder that exists" in str(nowhere.exception)
