@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 COMPAT ?= .venv-compat
 BIN := $(VENV)/bin
+# Test processes at a time; each uses one thread.
+JOBS ?= 2
 
 .PHONY: demo test test-all lint docs clean
 
@@ -12,12 +14,12 @@ demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and specula
 	$(BIN)/python examples/demo.py
 
 test: lint $(COMPAT)/.ready  ## lint, types, the suite on the newest transformers, a subset on the oldest
-	$(BIN)/python -m pytest -m "not slow"
-	$(COMPAT)/bin/python -m pytest -m "compat and not slow"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m "compat and not slow"
 
 test-all: lint $(COMPAT)/.ready  ## the same, with the long tests
-	$(BIN)/python -m pytest
-	$(COMPAT)/bin/python -m pytest -m compat
+	$(BIN)/python -m pytest -n $(JOBS)
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m compat
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
