@@ -1,6 +1,7 @@
 """What the documentation says is true: its Python runs, its commands and messages exist, its pages build."""
 
 import ast
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -13,6 +14,7 @@ import torch
 import typer
 from transformers.utils import logging
 
+from hf_specbranch import SpecBranchConfig
 from hf_specbranch.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +129,11 @@ def test_the_command_line_page_lists_every_option():
             if option.startswith("--"):
                 where = sections[f"hf-specbranch {command}"] + shared
                 assert f"`{option}" in where, f"hf-specbranch {command} {option} is not in docs/cli.md"
+
+
+def test_the_quick_start_lists_every_setting():
+    text = (ROOT / "docs/index.md").read_text()
+    assert all(f"| `{field.name}` |" in text for field in dataclasses.fields(SpecBranchConfig))
 
 
 # ---- messages

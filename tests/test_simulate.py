@@ -26,6 +26,7 @@ SETTINGS = {
     "specbranch": SpecBranchConfig(),
     "specbranch, branches for corrections": SpecBranchConfig(max_outcomes=6, confidence_threshold=0.1),
     "specbranch, a branch for every correction": SpecBranchConfig(max_outcomes=12, confidence_threshold=0.0),
+    "specbranch, runners-up": SpecBranchConfig(max_outcomes=6, runners_up=4, confidence_threshold=0.1),
     "specbranch, wide": SpecBranchConfig(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
 NEW_TOKENS = 24
@@ -62,6 +63,16 @@ def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
     }
     saved = waits[0] - waits[12]
     assert stats.outcome_hits > 0 and abs(saved - stats.outcome_hits) <= 2
+
+
+def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
+    model, draft, inputs, agreement = pair
+    settings = SpecBranchConfig(max_outcomes=0, runners_up=12, confidence_threshold=0.0, max_draft_length=4)
+    model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
+    stats = model.specbranch_stats
+    assert stats.runner_up_hits > 0
+    assert len(replay(agreement, settings)) == pytest.approx(stats.target_forwards - 1, abs=1)
+    assert len(replay(agreement, settings)) < len(replay(agreement, replace(settings, runners_up=0)))
 
 
 def test_captured_stages_take_all_their_steps_and_commit_the_same():
@@ -165,7 +176,7 @@ def test_branches_save_the_wait_for_a_new_draft():
         (lambda: StepCosts(target_pass=0), "expected a target pass that takes time"),
         (lambda: StepCosts(target_pass=1, hidden=2), "hidden=2: expected a number from 0 to 1"),
         (lambda: replay(perfect(), SpecBranchConfig(max_branches=9)), "max_branches=9, but 4 candidates were recorded"),
-        (lambda: replay(perfect(), SpecBranchConfig(max_outcomes=2)), "max_outcomes=2, but the recording has no"),
+        (lambda: replay(perfect(), SpecBranchConfig(max_outcomes=2)), "max_outcomes=2 and runners_up=0, but the rec"),
         (lambda: Agreement((0.1, 0.2), (0, 0), 4, ((0.1,),)), "chances at 1 of 2 tokens"),
         (lambda: predict([perfect(1)], SpecBranchConfig(), COSTS), "record at least two new tokens"),
         (lambda: COSTS.at_ratio(0), "ratio=0"),

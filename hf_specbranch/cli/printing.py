@@ -82,6 +82,8 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         lines.append(f"branch points hit: {stats.branch_hits} of {stats.branch_points}")
     if stats.outcome_points:
         lines.append(f"corrections foreseen: {stats.outcome_hits} of {stats.outcome_points}")
+    if stats.runners_up:
+        lines.append(f"runners-up that were right: {stats.runner_up_hits} of {stats.runners_up}")
     if stats.draft_seconds:
         lines.append(f"drafting hidden: {stats.hidden_fraction:.0%}")
     if stats.slowed_by:
