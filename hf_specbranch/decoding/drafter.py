@@ -15,6 +15,7 @@ from torch import Tensor
 from ..runners.desk import Desk
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
+from .foresight import Foresight
 from .hooks import HookList
 from .line import Line
 from .policies import Policy
@@ -97,11 +98,7 @@ class Drafter:
         self.survived = desk.tensor("survived", (rows,), torch.bool)  # the line outlived a verdict
         self.fresh = desk.tensor("fresh", (rows,), torch.bool)  # the line comes straight from the draft stage
         self.count = desk.tensor("count", (rows,))  # tokens drafted in this round
-        # Where the chain may end and what the target may say there instead, the likeliest first.
-        self.foreseen = max(outcomes, leaves)
-        self.leaves = leaves
-        self.foreseen_tokens = desk.tensor("foreseen.tokens", (rows, self.foreseen))
-        self.foreseen_at = desk.tensor("foreseen.at", (rows, self.foreseen)).fill_(NONE)
+        self.leaves, self.foresight = leaves, Foresight(desk, line, gamma, branches, max(outcomes, leaves))
         self.chain_scores = self.branch_scores = None
         if line.generator is not None:
             self.chain_scores = desk.tensor("chain.scores", (rows, gamma, model.vocabulary), torch.float32)
@@ -130,7 +127,7 @@ class Drafter:
         scores = None if self.chain_scores is None else self.chain_scores[:, :count]
         leaves = None
         if self.leaves:
-            leaves = Leaves(self.foreseen_tokens[:, : self.leaves], self.foreseen_at[:, : self.leaves])
+            leaves = Leaves(self.foresight.tokens[:, : self.leaves], self.foresight.at[:, : self.leaves])
         return Chain(self.chain_tokens[:, :count], self.chain_length, scores, leaves)
 
     def branch(self, reached: int) -> Branches:
@@ -147,7 +144,7 @@ class Drafter:
         """[B, 6] what stands drafted while the target looks at the chain; see `Report`."""
         branches = self.width if self.policy.forks else torch.zeros_like(self.width)
         outcomes = (self.branch_at[:, self.branches :] != NONE).sum(1)
-        leaves = (self.foreseen_at[:, : self.leaves] != NONE).sum(1)
+        leaves = (self.foresight.at[:, : self.leaves] != NONE).sum(1)
         main = self.line.length - self.chain_length
         return torch.stack([self.chain_length, main, branches, outcomes, leaves, self.count], dim=1)
 
@@ -180,8 +177,8 @@ class Drafter:
         self.chain_tokens.copy_(line.tokens(self.gamma))
         if self.chain_scores is not None:
             self.chain_scores.copy_(line.first_scores(self.gamma))
-        if self.foreseen:
-            self._foresee()
+        if self.foresight.count:
+            self.foresight.look(self.chain_length)
 
     def _draft_stage(self, going: Tensor, room: Tensor, shown: int) -> None:
         """Draft up to gamma tokens on the rows that have none, stopping where the hooks say so."""
@@ -243,28 +240,12 @@ class Drafter:
         is_open = self.order < self.width[:, None]
         self.branch_at[:, : self.branches] = torch.where(is_open, self.chain_length[:, None], NONE)
         if self.outcomes:
-            at = self.foreseen_at[:, : self.outcomes]
-            self.branch_tokens[:, self.branches :] = self.foreseen_tokens[:, : self.outcomes]
+            at = self.foresight.at[:, : self.outcomes]
+            self.branch_tokens[:, self.branches :] = self.foresight.tokens[:, : self.outcomes]
             self.branch_at[:, self.branches :] = torch.where(ahead[:, None], at, NONE)
         if self.branch_scores is not None:
             self.branch_scores.copy_(state.scores)
         self._grow(shown)
-
-    def _foresee(self) -> None:
-        """Verdicts that end the chain early, where these are most likely by what the draft says: the tokens before
-        the position are accepted, its own is not, and the target says another that the draft thought of.
-        """
-        line, gamma = self.line, self.gamma
-        tokens, q = line.tokens(gamma)[:, :, None], line.first_scores(gamma)  # [B, N, 1], [B, N, V]
-        stands = q.gather(2, tokens)[:, :, 0]  # [B, N]
-        reached = torch.cat([torch.ones_like(stands[:, :1]), stands[:, :-1]], dim=1).cumprod(1)
-        others = q.scatter(2, tokens, 0.0).topk(min(self.branches, q.shape[2] - 1), dim=2)  # [B, N, K]
-        places = line.offsets[:gamma, None].expand(-1, others.values.shape[2])  # [N, K]
-        in_chain = places < self.chain_length[:, None, None]
-        chance = torch.where(in_chain, reached[:, :, None] * others.values, 0.0).flatten(1)
-        best = chance.topk(self.foreseen, dim=1)
-        self.foreseen_tokens.copy_(others.indices.flatten(1).gather(1, best.indices))
-        self.foreseen_at.copy_(torch.where(best.values > 0, places.flatten()[best.indices], NONE))
 
     def _grow(self, shown: int) -> None:
         """Draft the main branch and its siblings, `depth` tokens behind their first."""
