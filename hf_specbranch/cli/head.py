@@ -13,11 +13,14 @@ from ..bench.prompts import python_prompts, read_prompts
 from ..heads import LengthHead
 from ..heads.collect import collect as run_collect
 from ..heads.config import DEFAULT_FEATURES
-from ..heads.dataset import CollectSettings
+from ..heads.dataset import CollectSettings, Manifest
 from ..heads.evaluate import EvalSettings, evaluate
+from ..heads.expectation import Reading
 from ..heads.hub import search as search_hub
+from ..heads.identity import ModelIdentity
 from ..heads.pictures import check_pictures, save_pictures
 from ..heads.tables import eval_table
+from ..heads.texts import read_texts
 from ..heads.train import TrainSettings
 from ..heads.train import train as run_train
 from ..plots import save_rollback
@@ -84,12 +87,18 @@ def collect(
 @app.command()
 @leaving_cleanly()
 def train(
-    data: Annotated[Path, typer.Option(help="Folder that `head collect` wrote.")],
+    data: Annotated[list[Path], typer.Option(help="Folder that `head collect` wrote; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
+    texts: Annotated[
+        Path | None, typer.Option(help="JSON lines of prompts for the target to continue: teaches what it expects.")
+    ] = None,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens the target writes behind each text.")] = 48,
+    target: Target = None,
     features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(DEFAULT_FEATURES),
     match_size: Annotated[
         int, typer.Option(min=0, help="0: the target's features go in directly.")
     ] = TrainSettings.match_size,
+    query_size: Annotated[int, typer.Option(min=1, help="Width of what is matched.")] = TrainSettings.query_size,
     layer_sizes: Annotated[str, typer.Option(help="Widths of the hidden layers.")] = "256,64",
     dropout: Annotated[float, typer.Option(min=0, max=1, help="While training.")] = TrainSettings.dropout,
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = TrainSettings.epochs,
@@ -100,17 +109,19 @@ def train(
     aim: Annotated[str, typer.Option(help="Choose thresholds for least rollback, or most tokens.")] = "rollback",
     pictures: Annotated[bool, typer.Option(help="Save the learning curve and the confusion matrix.")] = True,
     device: Device = "cpu",
+    dtype: Dtype = "float32",
     seed: Seed = 0,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
     """Fit a head to recorded lines.
 
-    Example: hf-specbranch head train --data lines --out head
+    Example: hf-specbranch head train --data lines --texts prompts.jsonl --out head
     """
     settings = TrainSettings(
         features=tuple(features.split(",")),
         match_size=match_size,
+        query_size=query_size,
         layer_sizes=tuple(int(size) for size in layer_sizes.split(",")),
         dropout=dropout,
         epochs=epochs,
@@ -122,7 +133,8 @@ def train(
     if pictures:
         check_pictures()
     _set_threads(threads)
-    fitted = run_train(data, settings, device, progress=not as_json)
+    reading = None if texts is None else _read(texts, text_tokens, target, data[0], seed, device, dtype)
+    fitted = run_train(data, settings, device, progress=not as_json, reading=reading)
     fitted.head.save_pretrained(out)
     if pictures:
         save_pictures(fitted, out)
@@ -212,6 +224,16 @@ def search(
     for head in found:
         match = "for this draft" if head.for_draft else "for another draft" if draft else ""
         print(f"{head.repo_id}  {head.downloads} downloads, {head.likes} likes  {match}")
+
+
+def _read(texts: Path, new_tokens: int, target: str | None, data: Path, seed: int, device: str, dtype: str) -> Reading:
+    """What the target the lines came from makes of these texts."""
+    beginnings, manifest = [prompt.prompt for prompt in read_prompts(texts)], Manifest.read(data)
+    model, _, tokenizer = load_pair(target, target, device, dtype)  # the draft is not needed
+    if differing := manifest.target.different_shape(ModelIdentity.of(model), "target"):
+        raise ValueError(f"--target is not the model the lines in {data} came from ({'; '.join(differing)}): name it")
+    known = manifest.settings
+    return read_texts(model, tokenizer, beginnings, known.num_layers, known.drafted_tokens, new_tokens, seed=seed)
 
 
 def _numbers(given: str) -> tuple[float, ...]:

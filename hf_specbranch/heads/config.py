@@ -10,7 +10,7 @@ from .identity import ModelIdentity
 
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "committed", "drafted", "confidence", "probability", "entropy", "margin", "kind")
-DEFAULT_FEATURES = FEATURES
+DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "margin")  # it added nothing, and costs a search
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class LengthHeadConfig:
             positions come with their logarithms.
         num_layers: K, how many of the target's last layers "hidden" means.
         drafted_tokens: how many tokens "drafted" means.
-        match_size: width of the space in which "hidden" and "committed" are matched with each drafted token; the
-            products go into the linear layers in their place. 0, as in the paper: they go in directly.
+        match_size: width of the space in which the target's state ("hidden" and "committed") meets each drafted
+            token; how well they match goes into the linear layers in their place. 0, as in the paper: they go in
+            directly.
+        query_size: hidden width of the network that turns the state into what is matched.
         layer_sizes: widths of the hidden linear layers; one of width 3 follows.
         dropout: while training.
         none_threshold: the head says 0 where it gives "nothing will be accepted" more than this probability.
@@ -54,7 +56,8 @@ class LengthHeadConfig:
     features: tuple[str, ...] = DEFAULT_FEATURES
     num_layers: int = 4
     drafted_tokens: int = 3
-    match_size: int = 32
+    match_size: int = 48
+    query_size: int = 256
     layer_sizes: tuple[int, ...] = (256, 64)
     dropout: float = 0.1
     none_threshold: float = 0.5

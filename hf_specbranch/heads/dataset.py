@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,34 @@ def read_samples(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
     if not manifest.samples:
         raise ValueError(f"{folder} holds no lines: collect with more prompts or more tokens")
     return manifest, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def read_folders(folders: Sequence[Path]) -> tuple[Manifest, dict[str, Tensor]]:
+    """The lines of several folders as if they were one; prompts are numbered on.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_samples`, or the folders do not belong together.
+    """
+    manifest, samples = read_samples(folders[0])
+    parts, sets = [samples], [manifest.prompts]
+    for folder in folders[1:]:
+        other, more = read_samples(folder)
+        alike = ("target", "draft", "tokenizer_hash", "gamma", "confidence_threshold", "num_layers", "drafted_tokens")
+        ours, theirs = manifest.origin(), other.origin()
+        if differing := [name for name in alike if ours[name] != theirs[name]]:
+            told = "; ".join(f"{name}: {ours[name]} and {theirs[name]}" for name in differing)
+            raise ValueError(f"{folders[0]} and {folder} do not belong together ({told}): train on one of them")
+        more["prompt"] = more["prompt"] + int(parts[-1]["prompt"].max()) + 1
+        parts.append(more)
+        sets.append(other.prompts)
+    if len(sets) > 1:
+        manifest.prompts = {
+            "file": ", ".join(each["file"] for each in sets),
+            "number": sum(each["number"] for each in sets),
+            "sha256": hashlib.sha256("".join(each["sha256"] for each in sets).encode()).hexdigest(),
+            "sets": sets,
+        }
+    return manifest, {name: torch.cat([part[name] for part in parts]) for name in samples}
 
 
 def labels(samples: dict[str, Tensor]) -> Tensor:

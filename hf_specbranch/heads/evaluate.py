@@ -80,7 +80,8 @@ def evaluate(
     """
     head.check_pair(target, draft, tokenizer)
     record = prompts_record(prompt_file, [prompt.prompt for prompt in prompts])
-    if head.config.training.get("prompts", {}).get("sha256") == record["sha256"]:
+    known = head.config.training.get("prompts", {})
+    if record["sha256"] in [each.get("sha256") for each in known.get("sets", [known])]:
         raise ValueError(f"the head was trained on {prompt_file}: measure it on prompts it never saw")
     verdicts = judge_verdicts(head, target, draft, tokenizer, prompts, prompt_file, settings, progress)
     runs = measure_runs(head, target, draft, tokenizer, prompts, settings, progress)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..decoding.hooks import Survivor, ThreeWay
 from .config import LengthHeadConfig
+from .expectation import Expectation
 from .identity import ModelIdentity, tokenizer_hash
 from .inputs import head_inputs
 
@@ -45,11 +46,15 @@ class LengthHead(nn.Module):
         self.register_buffer("std", torch.ones(config.input_size))
         sizes = (config.input_size, *config.layer_sizes)
         if config.matches:
-            context, width = config.context_size, config.match_size
-            self.query = nn.Linear(context, config.drafted_tokens * width)
-            self.key = nn.Linear(config.target.hidden_size, width)
-            narrow = config.input_size - context - config.feature_sizes["drafted"]
-            sizes = (narrow + config.drafted_tokens * width, *config.layer_sizes)
+            self.expectation = Expectation(
+                config.context_size,
+                config.target.hidden_size,
+                config.drafted_tokens,
+                config.query_size,
+                config.match_size,
+            )
+            narrow = config.input_size - config.context_size - config.feature_sizes["drafted"]
+            sizes = (narrow + config.drafted_tokens, *config.layer_sizes)
         layers: list[nn.Module] = []
         for width_in, width_out in zip(sizes, sizes[1:]):
             layers += [nn.Linear(width_in, width_out), nn.ReLU(), nn.Dropout(config.dropout)]
@@ -65,14 +70,14 @@ class LengthHead(nn.Module):
         return logits
 
     def _match(self, x: Tensor) -> Tensor:
-        """Does the target's state expect this token? `query(state) * key(token)`, for each of the first tokens."""
+        """In place of state and tokens: does the state expect this token? A number for each of the first tokens."""
         config = self.config
         sizes = [config.context_size, config.feature_sizes["drafted"]]
         context, drafted, narrow = torch.split(x, [*sizes, x.shape[1] - sum(sizes)], dim=1)
-        by_token = (x.shape[0], config.drafted_tokens, -1)
-        query = self.query(self.dropout(context)).view(by_token)  # [N, D, W]
-        key = self.key(drafted.reshape(by_token))  # [N, D, W]
-        return torch.cat([narrow, (query * key).flatten(1)], dim=1)
+        drafted = drafted.reshape(x.shape[0], config.drafted_tokens, -1)
+        scores = self.expectation(self.dropout(context), drafted)
+        there = (drafted != 0).any(-1)  # a line may be shorter
+        return torch.cat([narrow, torch.where(there, scores.clamp(-20, 5) / 4, 0.0)], dim=1)
 
     def verdict(self, features: Tensor) -> Tensor:
         """[N] 0, 1 or 2, by the thresholds in the config."""
@@ -165,8 +170,8 @@ class LengthHead(nn.Module):
 
 def verdict_by_thresholds(probabilities: Tensor, none_threshold: float, all_threshold: float) -> Tensor:
     """[N] 0 where P(none) is above its threshold, else 2 where P(all) is above its, else 1; from [N, 3]."""
-    verdict = torch.where(probabilities[:, ALL] > all_threshold, ALL, SOME)
-    return torch.where(probabilities[:, NONE] > none_threshold, NONE, verdict)
+    none, _, everything = probabilities.unbind(1)
+    return (SOME + (everything > all_threshold)) * (none <= none_threshold)  # 0 is none, and 2 is some and one more
 
 
 class _Bound:
@@ -186,5 +191,5 @@ class _Bound:
         config = self.head.config
         if line.features is None and config.feature_layers:  # the round after the prompt
             return torch.full_like(line.length, SOME)
-        inputs = head_inputs(line, self.embeddings, config.gamma, config.drafted_tokens)
+        inputs = head_inputs(line, self.embeddings, config.gamma, config.drafted_tokens, config.features)
         return self.head.verdict(inputs.matrix(config))

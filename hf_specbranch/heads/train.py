@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .config import DEFAULT_FEATURES, LengthHeadConfig
-from .dataset import Manifest, labels, read_samples
+from .dataset import Manifest, labels, read_folders
+from .expectation import Reading, learn_expectation
 from .inputs import HeadInputs
 from .metrics import (
     accuracy,
@@ -24,6 +26,8 @@ from .metrics import (
 )
 from .model import CLASSES, LengthHead
 
+TEXT_DROPOUT = 0.1  # on the target's states while reading
+AFTER_TEXTS = 0.1  # learning rate of what was learnt from texts, as a part
 LARGEST_CLASS_WEIGHT = 20.0  # a class seen a handful of times must not drown the others
 
 
@@ -34,6 +38,7 @@ class TrainSettings:
     Args:
         features: what it reads; see `LengthHeadConfig`.
         match_size: see `LengthHeadConfig`.
+        query_size: see `LengthHeadConfig`.
         layer_sizes: widths of its hidden layers.
         dropout: on them, and on the target's features.
         epochs: at most.
@@ -42,13 +47,15 @@ class TrainSettings:
         learning_rate: of AdamW.
         weight_decay: of AdamW.
         held_out: part of the prompts kept for early stopping and for choosing the thresholds.
+        text_epochs: over the positions of the texts, if texts were read.
         max_token_loss: how much of the tokens per pass the thresholds may give up for less rollback.
         aim: what the thresholds are chosen for, "rollback" or "tokens"; see `metrics.choose_thresholds`.
         seed: of the split, the weights and the order.
     """
 
     features: tuple[str, ...] = DEFAULT_FEATURES
-    match_size: int = 32
+    match_size: int = 48
+    query_size: int = 256
     layer_sizes: tuple[int, ...] = (256, 64)
     dropout: float = 0.3
     epochs: int = 40
@@ -57,6 +64,7 @@ class TrainSettings:
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
     held_out: float = 0.2
+    text_epochs: int = 6
     max_token_loss: float = 0.01
     aim: str = "rollback"
     seed: int = 0
@@ -76,14 +84,22 @@ class Fitted:
     report: dict[str, Any]
 
 
-def train(data: Path, settings: TrainSettings, device: str = "cpu", progress: bool = True) -> Fitted:
-    """Fit a head to the lines in a folder; the same seed gives the same head.
+def train(
+    data: Path | Sequence[Path],
+    settings: TrainSettings,
+    device: str = "cpu",
+    progress: bool = True,
+    reading: Reading | None = None,
+) -> Fitted:
+    """Fit a head to the lines in one or more folders; the same seed gives the same head.
 
     Args:
-        data: folder written by `collect`.
+        data: folders written by `collect` with the same pair and settings.
         settings: how.
         device: where to fit.
         progress: show a bar.
+        reading: texts as the target saw them (`texts.read_texts`), to teach the head first what the target's states
+            expect; without, it learns that from the lines alone.
 
     Returns:
         The head of the best epoch, its thresholds chosen on the held-out prompts.
@@ -91,17 +107,17 @@ def train(data: Path, settings: TrainSettings, device: str = "cpu", progress: bo
     Raises:
         FileNotFoundError, ValueError: the data is missing, damaged or too little.
     """
-    manifest, samples = read_samples(data)
+    manifest, samples = read_folders([data] if isinstance(data, Path) else data)
     fit, held = split_by_prompt(samples["prompt"], settings.held_out, settings.seed)
     truth = labels(samples)
     config = _config(manifest, settings)
     x = HeadInputs(**{name: samples[name] for name in HeadInputs._fields}).matrix(config)  # [N, F]
     torch.manual_seed(settings.seed)
     head = LengthHead(config).to(device)
-    head.mean.copy_(x[fit].mean(0))
-    std = x[fit].std(0)
-    head.std.copy_(torch.where(std > 1e-4, std, torch.ones_like(std)))
-    history = _fit(head, x.to(device), truth.to(device), fit, held, settings, progress)
+    _standardise(head, x[fit])
+    if reading is not None and config.matches:
+        _read_first(head, reading, settings, progress)
+    history = _fit(head, x.to(device), truth.to(device), fit, held, settings, progress, reading is not None)
     head = head.cpu().eval()
     held_lines = {name: values[held] for name, values in samples.items()}
     with torch.no_grad():
@@ -134,6 +150,7 @@ def _config(manifest: Manifest, settings: TrainSettings) -> LengthHeadConfig:
         num_layers=manifest.settings.num_layers,
         drafted_tokens=manifest.settings.drafted_tokens,
         match_size=settings.match_size,
+        query_size=settings.query_size,
         layer_sizes=settings.layer_sizes,
         dropout=settings.dropout,
         confidence_threshold=manifest.settings.confidence_threshold,
@@ -141,14 +158,57 @@ def _config(manifest: Manifest, settings: TrainSettings) -> LengthHeadConfig:
     )
 
 
+def _standardise(head: LengthHead, x: Tensor) -> None:
+    """Set mean and deviation; tokens all alike, with nothing at 0, so that they share one space."""
+    std = x.std(0)
+    head.mean.copy_(x.mean(0))
+    head.std.copy_(torch.where(std > 1e-4, std, torch.ones_like(std)))
+    if head.config.matches:
+        first = head.config.context_size
+        tokens = slice(first, first + head.config.feature_sizes["drafted"])
+        one = x[:, tokens][:, : head.config.target.hidden_size]  # every line has a first token
+        head.mean[tokens], head.std[tokens] = 0.0, float(one.std().clamp(min=1e-4))
+
+
+def _read_first(head: LengthHead, reading: Reading, settings: TrainSettings, progress: bool) -> None:
+    """Teach the head what the target's states expect."""
+    config, device = head.config, head.mean.device
+    parts = {"hidden": reading.hidden.flatten(1), "committed": reading.embeddings[reading.tokens[:, 0]]}
+    context = torch.cat([part.float() for name, part in parts.items() if name in config.features], dim=1).to(device)
+    size = config.context_size
+    context = (context - head.mean[:size]) / head.std[:size]
+    reading = Reading(*(values.to(device) for values in reading))
+    table = reading.embeddings / head.std[size]
+    learn_expectation(
+        head.expectation, context, reading, table, settings.text_epochs, TEXT_DROPOUT, settings.seed, progress
+    )
+
+
+def _rates(head: LengthHead, settings: TrainSettings, read: bool) -> list[dict[str, Any]]:
+    """What was learnt from texts is only touched up by the lines, of which there are fewer."""
+    known = [weight for name, weight in head.named_parameters() if name.startswith("expectation.")]
+    fresh = [weight for name, weight in head.named_parameters() if not name.startswith("expectation.")]
+    slow = settings.learning_rate * (AFTER_TEXTS if read else 1.0)
+    return [{"params": fresh}] + ([{"params": known, "lr": slow}] if known else [])
+
+
 def _fit(
-    head: LengthHead, x: Tensor, truth: Tensor, fit: Tensor, held: Tensor, settings: TrainSettings, progress: bool
+    head: LengthHead,
+    x: Tensor,
+    truth: Tensor,
+    fit: Tensor,
+    held: Tensor,
+    settings: TrainSettings,
+    progress: bool,
+    read: bool,
 ) -> list[dict[str, float]]:
     """Train until the held-out macro-F1 stops rising, and leave the head at its best epoch."""
     counts = torch.bincount(truth[fit], minlength=len(CLASSES)).clamp(min=1)
     weights = (len(fit) / (len(CLASSES) * counts)).clamp(max=LARGEST_CLASS_WEIGHT)
     loss_of = nn.CrossEntropyLoss(weight=weights.to(x))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        _rates(head, settings, read), lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
     order = torch.Generator().manual_seed(settings.seed)
     history: list[dict[str, float]] = []
     best, best_state, best_epoch = -1.0, head.state_dict(), 0
