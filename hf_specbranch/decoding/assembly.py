@@ -36,7 +36,7 @@ GREEDY_DRAFTS_BELOW = 0.3
 # 1.3B beside 33B took 1.3 ms a step for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
 CHEAP = 50  # times fewer parameters than the target
 CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
-OUTCOMES = 12  # branches for corrections, which cost a cheap draft next to nothing
+OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
 
 
 class Assembly:
@@ -138,7 +138,7 @@ class Assembly:
         given = self.call.config.max_outcomes
         wanted = given if isinstance(given, int) else 0
         if given == "auto" and self.fixed:
-            wanted = OUTCOMES if self._draft_is_cheap else CAPTURED_LENGTH
+            wanted = OUTCOMES if self._draft_is_cheap else FEW_OUTCOMES
         if not self.policy.forks or any(map(can_guide, self.call.processors)):
             return 0
         return min(wanted, self._most_foreseen)

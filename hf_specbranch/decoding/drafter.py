@@ -161,7 +161,7 @@ class Drafter:
     def _draft(self, feedback: Feedback, begins: bool, shown: int) -> None:
         self._follow(feedback)
         line = self.line
-        room = torch.where(feedback.told[5] > 0, 0, self.limit - line.start)  # [B] tokens each row may still gain
+        room = torch.where(feedback.finished, 0, self.limit - line.start)  # [B] tokens each row may still gain
         empty = line.end == line.start
         self.count.zero_()
         if begins:
@@ -294,8 +294,7 @@ class Drafter:
 
     def _follow(self, feedback: Feedback) -> None:
         """Take note of a verdict: where the text goes on, and which drafted line lives on there."""
-        line, (committed, accepted, token, survivor, bonus, finished, _) = self.line, feedback.told
-        finished = finished > 0
+        line, (committed, accepted, token, survivor, bonus, *_), finished = self.line, feedback.told, feedback.finished
         complete = committed == accepted + 1 + (bonus >= 0)  # a stop, or a slower row, may have cut it short
         missed = complete & (survivor == NONE)
         moved = complete & (survivor > 0)

@@ -65,7 +65,7 @@ class Judge:
         """Reach a verdict, add what it allows to the text, and send a report to the host.
 
         Args:
-            step: logits [B, N + 1, V] from the target, and its hidden states.
+            step: logits [B, N + 1 + W, V] from the target, and its hidden states.
             drafted: says what stands drafted, [B, 6]; see `Report`.
         """
         rows, count = chain.tokens.shape

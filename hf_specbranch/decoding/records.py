@@ -101,3 +101,8 @@ class Feedback(NamedTuple):
     features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
     moved: bool  # some row goes on with a sibling
     line_ended: bool  # some row has no drafted line left
+
+    @property
+    def finished(self) -> Tensor:
+        """[B] bool: the row's text is complete."""
+        return self.told[5] > 0
