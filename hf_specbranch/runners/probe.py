@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels.trial import evaluating
 from .eager import EagerRunner
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
 
@@ -65,7 +64,7 @@ def _obeys(model: PreTrainedModel, masks: MaskMaker) -> bool:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(8, device=device) * 7 + 1) % vocabulary
     prefix, one, two, three = ids[None, :5], ids[5:6], ids[6:7], ids[7:8]
-    with _evaluating(model):
+    with evaluating(model):
         short = model(input_ids=torch.cat([prefix[0], one])[None], use_cache=False).logits[0, -1]
         long = model(input_ids=torch.cat([prefix[0], two, three])[None], use_cache=False).logits[0, -1]
         runner = EagerRunner(model, masks)
@@ -87,16 +86,3 @@ def _obeys(model: PreTrainedModel, masks: MaskMaker) -> bool:
 def _alike(plain: Tensor, masked: Tensor, tolerance: float) -> bool:
     plain, masked = plain.double(), masked.double()
     return bool((plain - masked).abs().max() <= tolerance * plain.std())
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Dropout off for the moment, each module's own setting restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
