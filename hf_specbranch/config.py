@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ DEFAULT_DRAFT_LENGTH = 8
 # Drafting costs an eager draft much of a target's pass, and it pays to stop early; captured stages take all their steps
 # anyway, and what counts is tokens a pass.
 DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.1
+# A captured draft stage takes all its steps, so its length must be in proportion: 1.3B beside 33B took 1.3 ms a step
+# for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
+CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
+OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,25 @@ class SpecBranchConfig:
         if not isinstance(self.confidence_threshold, str):
             return self.confidence_threshold
         return DEFAULT_CAPTURED_THRESHOLD if alone else DEFAULT_THRESHOLD
+
+    def decided(self, captured: bool = False, cheap: bool = True, alone: bool = True) -> SpecBranchConfig:
+        """The same settings with numbers where they say "auto".
+
+        Args:
+            captured: stages are captured as CUDA graphs.
+            cheap: the draft is small beside its target.
+            alone: no head or other hook has a say.
+        """
+        large = captured and not cheap
+        outcomes = self.max_outcomes
+        if isinstance(outcomes, str):
+            outcomes = 0 if not captured else FEW_OUTCOMES if large else OUTCOMES
+        return replace(
+            self,
+            max_draft_length=CAPTURED_LENGTH if large and self.max_draft_length == "auto" else self.draft_length,
+            confidence_threshold=self.threshold(alone=captured and alone),
+            max_outcomes=outcomes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON.

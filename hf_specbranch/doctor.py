@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from .checks import check_model, check_pair
 from .config import SpecBranchConfig
+from .decoding.assembly import is_cheap
 from .mixin import specbranch
 from .runners.probe import mask_maker_for
 from .simulate import Agreement, predict
-from .step_costs import Inputs, Measurement, generations, is_cheap, measure_costs
+from .step_costs import Inputs, Measurement, generations, measure_costs
 from .tune import Ranked, rank, record_all
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"

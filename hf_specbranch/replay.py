@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from .agreement import Agreement
 from .config import SpecBranchConfig
-from .decoding.assembly import CAPTURED_LENGTH, OUTCOMES
 from .decoding.policies import POLICIES, Policy
 
 
@@ -38,18 +37,8 @@ def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True
         >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).max_outcomes
         (0.4, 12)
     """
-    large = captured and not cheap
-    gamma = CAPTURED_LENGTH if large and config.max_draft_length == "auto" else config.draft_length
-    outcomes = config.max_outcomes
-    if isinstance(outcomes, str):
-        outcomes = 0 if not captured else CAPTURED_LENGTH if large else OUTCOMES
-    leaves = config.runners_up
-    if not POLICIES[config.policy].forks:
-        outcomes = leaves = 0
-    epsilon = config.threshold(alone=captured)
-    return replace(
-        config, max_draft_length=gamma, confidence_threshold=epsilon, max_outcomes=outcomes, runners_up=leaves
-    )
+    decided = config.decided(captured, cheap)
+    return decided if POLICIES[config.policy].forks else replace(decided, max_outcomes=0, runners_up=0)
 
 
 def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:

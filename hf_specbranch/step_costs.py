@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
-from .decoding.assembly import CHEAP
+from .decoding.assembly import is_cheap
 from .simulate import Agreement, Round, StepCosts, predict, replay, settled
 from .stats import SpecBranchStats
 
@@ -140,11 +140,6 @@ def measure_costs(
 def was_captured(stats: SpecBranchStats) -> bool:
     """Whether a generation's stages were replayed whole."""
     return stats.runtime not in ("", "eager") and not stats.slowed_by
-
-
-def is_cheap(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
-    """Whether the draft is small beside its target, in the sense of `SpecBranchConfig`'s defaults."""
-    return bool(target.num_parameters() >= CHEAP * draft.num_parameters())
 
 
 def generations(prompts: int, repeats: int = 2) -> int:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
+from .decoding.assembly import is_cheap
 from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement, settled
-from .step_costs import Inputs, Measurement, decode_seconds, generations, is_cheap, measure_costs, plain_run_seconds
+from .step_costs import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)

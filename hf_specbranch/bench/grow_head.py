@@ -49,7 +49,7 @@ def grow_head(head: LengthHead, target: PreTrainedModel, draft: PreTrainedModel)
     hidden = torch.arange(old.target.hidden_size)
     places: dict[str, Tensor] = {"mean": every, "std": every}
     if old.matches:
-        places |= {"query.weight": context, "key.weight": hidden}
+        places |= {"expectation.state.weight": context, "expectation.key.weight": hidden}
     else:
         places["layers.0.weight"] = every
     with torch.no_grad():

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..config import SpecBranchConfig
+from ..decoding.assembly import is_cheap
 from ..simulate import Agreement, Round, StepCosts, read_agreement, replay, settled
-from ..step_costs import TimedRounds, fit_costs, is_cheap, was_captured
+from ..step_costs import TimedRounds, fit_costs, was_captured
 from .findings import Measurement
 from .measure import Benchmark
 

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..config import POLICIES
+from ..decoding.assembly import is_cheap
 from ..mixin import specbranch
 from ..simulate import record_agreement, save_agreements
 from ..timeline import Recording, chrome_trace, record, timeline_page
@@ -68,7 +69,7 @@ def trace(
         policies = [settings.policy] if compare is None else [settings.policy, compare]
         recordings = []
         for name in policies:
-            chosen = as_if_captured(replace(settings, policy=name), large.device)
+            chosen = as_if_captured(replace(settings, policy=name), large.device, is_cheap(large, small))
             for count in (min(WARM_UP_TOKENS, max_new_tokens), max_new_tokens):  # what is slow once is not drawn
                 torch.manual_seed(seed)
                 found = record(model, tokenizer, text, specbranch=chosen, max_new_tokens=count, **sampling)

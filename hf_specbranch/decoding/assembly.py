@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 # Tokens drawn from the draft were accepted at least as often as its likeliest ones from here on (docs/benchmarks.md);
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
-# Defaults where stages are captured. A captured draft stage takes all its steps, so its length must be in proportion:
-# 1.3B beside 33B took 1.3 ms a step for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
-CHEAP = 50  # times fewer parameters than the target
-CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
-OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
+CHEAP = 50  # a draft is that has so many times fewer parameters than its target
 
 
 class Assembly:
@@ -71,12 +67,11 @@ class Assembly:
             self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
         given = given_hooks(call)
         self.fixed = self._can_be_fixed(given)
-        epsilon = call.config.threshold(alone=self.fixed and not given)
+        self.config = call.config.decided(self.fixed, self._draft_is_cheap, alone=not given)
+        epsilon = self.config.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
         self.hooks = HookList([*given, *rules, TopKBranches(call.config.max_branches)])
-        self.gamma = call.config.draft_length
-        if self.fixed and call.config.max_draft_length == "auto" and not self._draft_is_cheap:
-            self.gamma = CAPTURED_LENGTH
+        self.gamma = self.config.draft_length
         self.outcomes, self.leaves = self._outcomes(), self._leaves()
         self.capacity = self._size(self.stopper.max_length + self.gamma + 3)  # columns of the text
         self.seeds = make_seeds(call)
@@ -128,20 +123,13 @@ class Assembly:
     @property
     def _draft_is_cheap(self) -> bool:
         """Whether a whole line is drafted in a small part of the target's pass."""
-        if self.draft_runner is None:
-            return True
-        sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (self.runner, self.draft_runner)]
-        return bool(sizes[0] >= CHEAP * sizes[1])
+        return self.draft_runner is None or is_cheap(self.runner.model, self.draft_runner.model)
 
     def _outcomes(self) -> int:
         """The most branches at chain positions; a guide follows the line and its end only."""
-        given = self.call.config.max_outcomes
-        wanted = given if isinstance(given, int) else 0
-        if given == "auto" and self.fixed:
-            wanted = OUTCOMES if self._draft_is_cheap else FEW_OUTCOMES
         if not self.policy.forks or any(map(can_guide, self.call.processors)):
             return 0
-        return min(wanted, self._most_foreseen)
+        return min(int(self.config.max_outcomes), self._most_foreseen)
 
     def _leaves(self) -> int:
         """The most runners-up; none where rounds must end at the target's first own token."""
@@ -215,6 +203,12 @@ def given_hooks(call: Call) -> list[SpeculationHook]:
     if isinstance(head, SpeculationHook):
         return [*call.hooks, head]
     return [*call.hooks, ThreeWay(head)] if callable(head) else list(call.hooks)
+
+
+def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
+    """Whether the draft is small beside its target."""
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, draft)]
+    return sizes[0] >= CHEAP * sizes[1]
 
 
 def make_seeds(call: Call) -> tuple[int, int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..config import SpecBranchConfig
-from ..decoding.assembly import OUTCOMES
 from .recording import Recording
 from .watch import Watch
 
@@ -46,13 +44,17 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
     return Recording(stats.policy, prompt, line.drafted, line.committed, watch.blocks(), watch.verdicts(), stats, texts)
 
 
-def as_if_captured(config: SpecBranchConfig, device: torch.device) -> SpecBranchConfig:
-    """The settings with "auto" decided as an unwatched generation would, whose stages are captured on a GPU."""
+def as_if_captured(config: SpecBranchConfig, device: torch.device, cheap: bool = True) -> SpecBranchConfig:
+    """The settings with "auto" decided as an unwatched generation would, whose stages are captured on a GPU.
+
+    Args:
+        config: settings.
+        device: of the target.
+        cheap: the draft is small beside its target.
+    """
     if device.type != "cuda" or config.runtime == "eager":
         return config
-    outcomes = OUTCOMES if config.max_outcomes == "auto" else config.max_outcomes
-    epsilon = config.threshold(alone=config.length_head is None)
-    return replace(config, confidence_threshold=epsilon, max_outcomes=outcomes)
+    return config.decided(captured=True, cheap=cheap, alone=config.length_head is None)
 
 
 def token_texts(tokenizer: Any, tokens: Iterable[int], anchor: int) -> dict[int, str]:
