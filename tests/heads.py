@@ -5,6 +5,7 @@ import torch
 from hf_specbranch import LengthHead, LengthHeadConfig
 from hf_specbranch.heads.config import FEATURES
 from hf_specbranch.heads.identity import ModelIdentity, tokenizer_hash
+from hf_specbranch.heads.inputs import head_inputs
 
 from .tokens import letter_tokenizer
 
@@ -30,6 +31,33 @@ def random_head(target, draft, seed=0, gamma=4, **changes):
         for parameter in head.parameters():
             parameter.mul_(3.0)
     return head
+
+
+def trained_form(head, line, embeddings):
+    """[N, F] what a head reads of a line, and [N] its verdicts as they were trained."""
+    config = head.config
+    features = head_inputs(line, embeddings, config.gamma, config.drafted_tokens, config.features).matrix(config)
+    with torch.no_grad():
+        return features, head.verdict(features)
+
+
+class Watched:
+    """A head in its trained form, as a hook that remembers what it was shown and what it said."""
+
+    fresh_lines = True
+
+    def __init__(self, head, target):
+        self.head, self.embeddings = head, target.get_input_embeddings()
+        self.feature_layers, self.draft_scores = head.config.feature_layers, head.config.reads_scores
+        self.shown, self.said = [], []
+
+    def __call__(self, line):
+        if line.features is None and self.feature_layers:
+            return torch.ones_like(line.length)
+        features, verdict = trained_form(self.head, line, self.embeddings)
+        self.shown.append(features)
+        self.said.append(verdict)
+        return verdict
 
 
 @torch.no_grad()

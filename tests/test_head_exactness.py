@@ -6,9 +6,8 @@ import torch
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding import drafter as drafter_module
-from hf_specbranch.heads.model import verdict_by_thresholds
 
-from .heads import balance, random_head
+from .heads import Watched, balance, random_head
 from .models import assert_counts_add_up, attached, config, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
@@ -26,11 +25,10 @@ def settings_with(head, drafting="sample"):
 
 def balanced_head(kind):
     """A head for the sampling pair that holds some lines back and not others."""
-    head, shown = random_head(*sampling_pair(), gamma=2, **KINDS[kind]), []
-    handle = head.register_forward_pre_hook(lambda _, features: shown.append(features[0]))
-    draw(settings_with(head), samples=1000)
-    handle.remove()
-    return balance(head, torch.cat(shown))
+    head = random_head(*sampling_pair(), gamma=2, **KINDS[kind])
+    watched = Watched(head, sampling_pair()[0])
+    draw(settings_with(watched), samples=1000)
+    return balance(head, torch.cat(watched.shown))
 
 
 @pytest.mark.compat
@@ -52,11 +50,9 @@ def test_sampled_output_stays_the_targets(kind, drafting):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
-    head, said = balanced_head(kind), []
-    head.register_forward_hook(lambda _, __, logits: said.append(logits.softmax(-1)))
-    draw(settings_with(head), samples=1000)
-    verdict = verdict_by_thresholds(torch.cat(said), head.config.none_threshold, head.config.all_threshold)
-    assert 0.05 < (verdict == 0).float().mean() < 0.95
+    watched = Watched(balanced_head(kind), sampling_pair()[0])
+    draw(settings_with(watched), samples=1000)
+    assert 0.05 < (torch.cat(watched.said) == 0).float().mean() < 0.95
 
 
 def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):

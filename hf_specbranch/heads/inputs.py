@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..decoding.hooks import Survivor
 from .config import FEATURES, LengthHeadConfig
 
+WIDE = ("hidden", "committed", "drafted")
 PER_POSITION = ("confidence", "probability", "entropy", "margin")
 OF_SCORES = ("probability", "entropy", "margin")
 SMALLEST = 1e-4  # logarithms are taken of nothing smaller
@@ -62,7 +63,7 @@ def head_inputs(
     if "drafted" in features:
         drafted = embeddings(_fit(tokens, drafted_tokens)) * _fit(real, drafted_tokens)[:, :, None]
     q = None if line.scores is None else line.scores.to(device)[:, :gamma]  # [N, M, V]
-    shape = {name: nothing if name not in features else _shape_of(name, q, tokens) * real for name in OF_SCORES}
+    shape = {name: nothing if name not in features else shape_of(name, q, tokens) * real for name in OF_SCORES}
     return HeadInputs(
         hidden=hidden,
         committed=committed,
@@ -73,14 +74,14 @@ def head_inputs(
     )
 
 
-def _shape_of(name: str, q: Tensor | None, tokens: Tensor) -> Tensor:
+def shape_of(name: str, q: Tensor | None, tokens: Tensor) -> Tensor:
     """[N, G] one number of the draft's distributions [N, M, V], of which the tokens [N, G] were drafted."""
     if q is None:
         return torch.zeros(tokens.shape, device=tokens.device)
     if name == "probability":
         values = q.gather(2, tokens[:, : q.shape[1], None])[:, :, 0]
     elif name == "entropy":  # several times faster on a CPU than xlogy, and the same but for the last digits
-        values = -(q * q.clamp(min=TINY).log()).sum(-1)
+        values = q.clamp(min=TINY).log_().mul_(q).sum(-1).neg_()
     else:
         top = q.topk(2, dim=-1).values
         values = top[..., 0] - top[..., 1]

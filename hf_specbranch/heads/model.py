@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..decoding.hooks import Survivor, ThreeWay
+from ..decoding.hooks import ThreeWay
 from .config import LengthHeadConfig
 from .expectation import Expectation
 from .identity import ModelIdentity, tokenizer_hash
-from .inputs import head_inputs
 
 CLASSES = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
+SCORE_RANGE, SCORE_SCALE = (-20.0, 5.0), 4.0  # of what the target is thought to expect, near a log-probability
 
 
 class LengthHead(nn.Module):
@@ -65,19 +65,30 @@ class LengthHead(nn.Module):
         """Logits [N, 3] from the features [N, F] of `HeadInputs.matrix`."""
         x = (features - self.mean) / self.std
         if self.config.matches:
-            x = self._match(x)
+            x = self._match(x, features)
         logits: Tensor = self.layers(x)
         return logits
 
-    def _match(self, x: Tensor) -> Tensor:
+    @property
+    def token_scale(self) -> Tensor:
+        """[1] by which embeddings of drafted tokens are divided: one number for all, and nothing stays at 0."""
+        first = self.config.context_size
+        return self.std[first : first + 1]
+
+    def _match(self, x: Tensor, features: Tensor) -> Tensor:
         """In place of state and tokens: does the state expect this token? A number for each of the first tokens."""
         config = self.config
-        sizes = [config.context_size, config.feature_sizes["drafted"]]
-        context, drafted, narrow = torch.split(x, [*sizes, x.shape[1] - sum(sizes)], dim=1)
+        context, _, narrow = torch.split(x, self._blocks(x), dim=1)
+        _, drafted, _ = torch.split(features, self._blocks(x), dim=1)
         drafted = drafted.reshape(x.shape[0], config.drafted_tokens, -1)
-        scores = self.expectation(self.dropout(context), drafted)
+        scores = self.expectation(self.dropout(context), drafted / self.token_scale)
         there = (drafted != 0).any(-1)  # a line may be shorter
-        return torch.cat([narrow, torch.where(there, scores.clamp(-20, 5) / 4, 0.0)], dim=1)
+        return torch.cat([narrow, torch.where(there, scores.clamp(*SCORE_RANGE) / SCORE_SCALE, 0.0)], dim=1)
+
+    def _blocks(self, x: Tensor) -> list[int]:
+        """Widths of the target's state, the drafted tokens, and the rest."""
+        sizes = [self.config.context_size, self.config.feature_sizes["drafted"]]
+        return [*sizes, x.shape[1] - sum(sizes)]
 
     def verdict(self, features: Tensor) -> Tensor:
         """[N] 0, 1 or 2, by the thresholds in the config."""
@@ -85,9 +96,11 @@ class LengthHead(nn.Module):
 
     def bind(self, target: PreTrainedModel) -> ThreeWay:
         """The head as a hook of the engine, on the target's device, reading the target's embeddings."""
+        from .folded import BoundHead
+
         embeddings = target.get_input_embeddings()
         self.to(next(embeddings.parameters()).device).eval()
-        return ThreeWay(_Bound(self, embeddings))
+        return ThreeWay(BoundHead(self, embeddings))
 
     def check_pair(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> None:
         """Refuse a pair the head was not trained for.
@@ -172,24 +185,3 @@ def verdict_by_thresholds(probabilities: Tensor, none_threshold: float, all_thre
     """[N] 0 where P(none) is above its threshold, else 2 where P(all) is above its, else 1; from [N, 3]."""
     none, _, everything = probabilities.unbind(1)
     return (SOME + (everything > all_threshold)) * (none <= none_threshold)  # 0 is none, and 2 is some and one more
-
-
-class _Bound:
-    """A head and the embeddings it reads; no module, so that neither becomes part of the other's state."""
-
-    fresh_lines = True
-
-    def __init__(self, head: LengthHead, embeddings: nn.Module) -> None:
-        self.head, self.embeddings = head, embeddings
-        self.feature_layers = head.config.feature_layers
-        self.draft_scores = head.config.reads_scores
-        weights = (*head.parameters(), *head.buffers(), *embeddings.parameters())
-        self.settings = (repr(head.config), tuple(weight.data_ptr() for weight in weights))
-
-    @torch.no_grad()
-    def __call__(self, line: Survivor) -> Tensor:
-        config = self.head.config
-        if line.features is None and config.feature_layers:  # the round after the prompt
-            return torch.full_like(line.length, SOME)
-        inputs = head_inputs(line, self.embeddings, config.gamma, config.drafted_tokens, config.features)
-        return self.head.verdict(inputs.matrix(config))
