@@ -98,7 +98,9 @@ def record_agreement(
 
 
 @torch.no_grad()
-def read_agreement(draft: PreTrainedModel, text: Tensor, before: int, candidates: int = 8) -> Agreement:
+def read_agreement(
+    draft: PreTrainedModel, text: Tensor, before: int, candidates: int = 8, temperature: float = 1.0
+) -> Agreement:
     """What the draft makes of a text the target has already written; one pass of the draft.
 
     Args:
@@ -106,9 +108,11 @@ def read_agreement(draft: PreTrainedModel, text: Tensor, before: int, candidates
         text: [1, L] prompt and continuation, greedy.
         before: tokens of the prompt.
         candidates: as in `record_agreement`.
+        temperature: at which the text was drawn.
     """
     read = text.to(draft.device)
-    logits = draft(input_ids=read, use_cache=False).logits[0, before - 1 : -1]  # [N, V]
+    own = read.clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # its vocabulary may be smaller
+    logits = draft(input_ids=own, use_cache=False).logits[0, before - 1 : -1] / temperature  # [N, V]
     top = logits.float().softmax(-1).topk(min(candidates, logits.shape[-1]), dim=-1)
     same = top.indices == read[0, before:, None]  # [N, K]
     rank = torch.where(same.any(1), same.long().argmax(1), ABSENT)

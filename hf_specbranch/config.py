@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
+POLICIES = ("auto", "autoregressive", "vanilla", "pearl", "specbranch")
 RUNTIMES = ("auto", "eager", "graph", "compile")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
@@ -19,6 +19,7 @@ DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.1
 # for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
 CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
 OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
+RUNNERS_UP = 8
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class SpecBranchConfig:
     `GenerationConfig` (`GenerationConfig(specbranch=config.to_dict())`) or in a JSON file.
 
     Args:
-        policy: "specbranch" (branches, adaptive length), "pearl" (drafting ahead, one line), "vanilla" (draft,
-            then verify) or "autoregressive" (no draft at all).
+        policy: "auto" measures what a step of each model takes and how well the draft does on this text, and chooses
+            between the others and everything below that says "auto"; "specbranch" (branches, adaptive length, as in
+            the paper), "pearl" (drafting ahead, one line), "vanilla" (draft, then verify) or "autoregressive" (no
+            draft at all) do one thing throughout.
         max_draft_length: gamma, the most tokens drafted in one go; "auto" takes what the generation config
             says in `num_assistant_tokens`, else 8, or 4 where stages are captured and the draft is large beside its
             target.
@@ -40,10 +43,10 @@ class SpecBranchConfig:
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
-            in the paper. "auto": where stages are captured 12, or 4 if the draft is large beside its target; else 0.
+            in the paper. "auto": what the policy "auto" chooses, and 0 under the others.
         runners_up: how many of the draft's second choices, at the chain positions most likely to be rejected, the
             target checks in the same pass ("specbranch" only); where one is right, the pass brings one token more.
-            They take no drafting, but make the pass wider.
+            They take no drafting, but make the pass wider. "auto": as for `max_outcomes`.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
@@ -64,12 +67,12 @@ class SpecBranchConfig:
         'pearl'
     """
 
-    policy: str = "specbranch"
+    policy: str = "auto"
     max_draft_length: int | str = "auto"
     confidence_threshold: float | str = "auto"
     max_branches: int = 4
     max_outcomes: int | str = "auto"
-    runners_up: int = 0
+    runners_up: int | str = "auto"
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
@@ -83,10 +86,9 @@ class SpecBranchConfig:
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
-        if self.runners_up != 0 or isinstance(self.runners_up, bool):
-            _whole_number("runners_up", self.runners_up, or_else=" or 0")
-        if self.max_outcomes not in ("auto", 0):
-            _whole_number("max_outcomes", self.max_outcomes, or_else=', 0 or "auto"')
+        for name in ("max_outcomes", "runners_up"):
+            if (given := getattr(self, name)) not in ("auto", 0) or isinstance(given, bool):
+                _whole_number(name, given, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
         is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
         if epsilon != "auto" and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
@@ -111,7 +113,7 @@ class SpecBranchConfig:
         return DEFAULT_CAPTURED_THRESHOLD if alone else DEFAULT_THRESHOLD
 
     def decided(self, captured: bool = False, cheap: bool = True, alone: bool = True) -> SpecBranchConfig:
-        """The same settings with numbers where they say "auto".
+        """The same settings with a method and numbers where they say "auto"; nothing is measured.
 
         Args:
             captured: stages are captured as CUDA graphs.
@@ -119,14 +121,19 @@ class SpecBranchConfig:
             alone: no head or other hook has a say.
         """
         large = captured and not cheap
-        outcomes = self.max_outcomes
-        if isinstance(outcomes, str):
-            outcomes = 0 if not captured else FEW_OUTCOMES if large else OUTCOMES
+        beyond = captured and self.policy == "auto"  # what the paper does not have
+        outcomes, leaves = self.max_outcomes, self.runners_up
+        if outcomes == "auto":
+            outcomes = 0 if not beyond else FEW_OUTCOMES if large else OUTCOMES
+        if leaves == "auto":
+            leaves = RUNNERS_UP if beyond else 0
         return replace(
             self,
+            policy="specbranch" if self.policy == "auto" else self.policy,
             max_draft_length=CAPTURED_LENGTH if large and self.max_draft_length == "auto" else self.draft_length,
             confidence_threshold=self.threshold(alone=captured and alone),
             max_outcomes=outcomes,
+            runners_up=leaves,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .config import SpecBranchConfig
 from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
+from .decoding.planning import forget
 from .decoding.policies import POLICIES
 from .heads.resolve import resolve_head
 from .runners.choose import release
@@ -200,6 +201,7 @@ class SpecBranchMixin(GenerationMixin):
         for name in ("_specbranch_memory", "specbranch_stats"):
             self.__dict__.pop(name, None)
         release(cast(PreTrainedModel, self))
+        forget(cast(PreTrainedModel, self))
         self.__class__ = original
         return self
 

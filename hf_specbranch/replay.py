@@ -80,7 +80,7 @@ class _Player:
         self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
         self.epsilon, self.branches = config.threshold(), config.max_branches
         most = self.gamma * self.branches if self.policy.forks else 0
-        self.outcomes, self.leaves = min(int(config.max_outcomes), most), min(config.runners_up, most)
+        self.outcomes, self.leaves = min(int(config.max_outcomes), most), min(int(config.runners_up), most)
         self.at, self.line = 1, 0  # the prompt's pass gives the first token; tokens drafted behind the text
         self.looked = False  # whether the distribution behind the line is known already
 

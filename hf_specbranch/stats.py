@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Sum(NamedTuple):
+    """Forwards of one kind, taken together."""
+
+    seconds: float = 0.0
+    forwards: int = 0
+    positions: int = 0  # tokens they read of a row
+
+    def __add__(self, other: Sum) -> Sum:  # type: ignore[override]
+        return Sum(self.seconds + other.seconds, self.forwards + other.forwards, self.positions + other.positions)
 
 
 @dataclass
@@ -25,6 +36,8 @@ class SpecBranchStats:
     new_tokens: int = 0
     target_forwards: int = 0  # the prefill is one of them
     draft_forwards: int = 0
+    target_positions: int = 0  # tokens that these forwards read of a row, the prompt left out
+    draft_positions: int = 0  # likewise
     row_passes: int = 0  # target passes counted once for each row still being generated
     num_drafts: int = 0  # verdicts on something drafted
     num_draft_tokens: int = 0
@@ -40,6 +53,7 @@ class SpecBranchStats:
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: verdicts that accepted i drafted tokens
     draft_seconds: float = 0.0  # drafting that could run beside the target
     hidden_seconds: float = 0.0  # the part of it during which the target ran too
+    plans: list[dict[str, Any]] = field(default_factory=list)  # what `policy="auto"` chose, predicted and saw
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
 

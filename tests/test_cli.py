@@ -52,7 +52,7 @@ def continuation(pair, prompt, count, **kwargs):
 def test_generate_prints_the_text_and_notes_the_statistics(pair):
     said = run("generate", PROMPT, "--max-new-tokens", 12)
     assert said.exit_code == 0 and said.stdout.rstrip("\n") == continuation(pair, PROMPT, 12).rstrip("\n")
-    assert re.search(r"12 tokens, [\d.]+ a second, policy specbranch", said.stderr)
+    assert re.search(r"12 tokens, [\d.]+ a second, policy auto", said.stderr)
 
 
 def test_generate_takes_its_prompt_from_a_file_or_from_standard_input(tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_chat_answers_each_line_and_obeys_commands(pair):
     said = run("chat", "--max-new-tokens", 6, input="\n".join(lines))
     answer = continuation(pair, PROMPT, 6)
     assert said.exit_code == 0 and said.stdout.count(answer.strip()) == 2
-    for expected in ("no chat template", "policy specbranch", "no such command", "forgotten", "nothing said yet"):
+    for expected in ("no chat template", "policy auto", "no such command", "forgotten", "nothing said yet"):
         assert expected in said.stderr
 
 

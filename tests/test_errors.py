@@ -39,7 +39,10 @@ def t5():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"policy": "magic"}, "policy='magic': expected one of 'autoregressive', 'vanilla', 'pearl', 'specbranch'"),
+        (
+            {"policy": "magic"},
+            "policy='magic': expected one of 'auto', 'autoregressive', 'vanilla', 'pearl', 'specb",
+        ),
         ({"max_draft_length": 0}, 'max_draft_length=0: expected a whole number of at least 1 or "auto"'),
         ({"max_draft_length": 2.5}, "max_draft_length=2.5: expected a whole number"),
         ({"max_branches": 0}, "max_branches=0: expected a whole number of at least 1"),

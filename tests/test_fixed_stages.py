@@ -99,7 +99,7 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
     kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False, "length_head": head}
     (out, stats), (expected, counts) = both(
-        model, draft, monkeypatch, **kwargs, specbranch={"max_outcomes": 0, "max_draft_length": 8}
+        model, draft, monkeypatch, **kwargs, specbranch={"policy": "specbranch", "max_draft_length": 8}
     )
     assert torch.equal(out, expected)
     for name in COUNTS:

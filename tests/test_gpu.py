@@ -93,7 +93,7 @@ def test_every_family_runs_under_graphs_or_falls_back(family):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypatch):
-    from hf_specbranch.decoding import loop
+    from hf_specbranch.decoding import engine
     from hf_specbranch.runners.mail import Inbox
 
     model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
@@ -101,7 +101,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
     settings = config(policy, runtime="graph")
     for _ in range(2):  # first stages are captured, then some that the first text did not need
         model.generate(**kwargs, specbranch=settings)
-    read_prompt, read = loop.read_prompt, Inbox.read
+    read_prompt, read = engine.read_prompt, Inbox.read
 
     def then_forbid_waiting(parts):
         feedback = read_prompt(parts)
@@ -113,7 +113,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
         waits.append(1)
         return read(self)
 
-    monkeypatch.setattr(loop, "read_prompt", then_forbid_waiting)
+    monkeypatch.setattr(engine, "read_prompt", then_forbid_waiting)
     monkeypatch.setattr(Inbox, "read", count)
     try:
         model.generate(**kwargs, specbranch=settings)

@@ -1,6 +1,7 @@
 """The replay counts what the engine counts, and its prices add up."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,15 +20,18 @@ from hf_specbranch.simulate import (
     settled,
 )
 
+BRANCHING = partial(SpecBranchConfig, policy="specbranch")
 SETTINGS = {
     "vanilla, fixed length": SpecBranchConfig(policy="vanilla", confidence_threshold=0.0, max_draft_length=5),
     "vanilla": SpecBranchConfig(policy="vanilla"),
     "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
-    "specbranch": SpecBranchConfig(),
-    "specbranch, branches for corrections": SpecBranchConfig(max_outcomes=6, confidence_threshold=0.1),
-    "specbranch, a branch for every correction": SpecBranchConfig(max_outcomes=12, confidence_threshold=0.0),
-    "specbranch, runners-up": SpecBranchConfig(max_outcomes=6, runners_up=4, confidence_threshold=0.1),
-    "specbranch, wide": SpecBranchConfig(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
+    "specbranch": BRANCHING(),
+    "specbranch, branches for corrections": BRANCHING(max_outcomes=6, confidence_threshold=0.1),
+    "specbranch, a branch for every correction": SpecBranchConfig(
+        "specbranch", max_outcomes=12, confidence_threshold=0.0
+    ),
+    "specbranch, runners-up": BRANCHING(max_outcomes=6, runners_up=4, confidence_threshold=0.1),
+    "specbranch, wide": BRANCHING(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
 NEW_TOKENS = 24
 
@@ -54,7 +58,7 @@ def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
 
 def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
     model, draft, inputs, agreement = pair
-    settings = SpecBranchConfig(max_outcomes=12, confidence_threshold=0.0, max_draft_length=6)
+    settings = BRANCHING(max_outcomes=12, confidence_threshold=0.0, max_draft_length=6)
     model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
     stats = model.specbranch_stats
     waits = {
@@ -67,7 +71,9 @@ def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
 
 def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
     model, draft, inputs, agreement = pair
-    settings = SpecBranchConfig(max_outcomes=0, runners_up=12, confidence_threshold=0.0, max_draft_length=4)
+    settings = SpecBranchConfig(
+        "specbranch", max_outcomes=0, runners_up=12, confidence_threshold=0.0, max_draft_length=4
+    )
     model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
     stats = model.specbranch_stats
     assert stats.runner_up_hits > 0
@@ -77,7 +83,9 @@ def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
 
 def test_captured_stages_take_all_their_steps_and_commit_the_same():
     unsure = Agreement((0.9, 0.05) * 20, (0, 1) * 20, candidates=4, chances=((0.9, 0.1, 0, 0), (0.05,) * 4) * 20)
-    settings = SpecBranchConfig(max_draft_length=4, max_branches=3, max_outcomes=0, confidence_threshold=0.1)
+    settings = SpecBranchConfig(
+        "specbranch", max_draft_length=4, max_branches=3, max_outcomes=0, confidence_threshold=0.1
+    )
     eager, captured = (replay(unsure, settings, captured) for captured in (False, True))
     assert [each.committed for each in captured] == [each.committed for each in eager]
     assert {each[0:1] + each[3:] for each in captured} == {(4, 5, 3)}  # sent, steps beside, width
@@ -164,7 +172,7 @@ def test_branches_save_the_wait_for_a_new_draft():
     unsure_at_times = Agreement((0.9, 0.9, 0.3) * 14, (0, 0, 1) * 14, candidates=4)
     waits = {}
     for k in (1, 4):
-        settings = SpecBranchConfig(max_branches=k, confidence_threshold=0.5)
+        settings = BRANCHING(max_branches=k, confidence_threshold=0.5)
         waits[k] = sum(each.steps_before for each in replay(unsure_at_times, settings))
     assert waits[4] < waits[1] / 5
 
@@ -175,8 +183,14 @@ def test_branches_save_the_wait_for_a_new_draft():
         (lambda: Agreement((0.1,), (), 4), "1 confidences and 0 ranks"),
         (lambda: StepCosts(target_pass=0), "expected a target pass that takes time"),
         (lambda: StepCosts(target_pass=1, hidden=2), "hidden=2: expected a number from 0 to 1"),
-        (lambda: replay(perfect(), SpecBranchConfig(max_branches=9)), "max_branches=9, but 4 candidates were recorded"),
-        (lambda: replay(perfect(), SpecBranchConfig(max_outcomes=2)), "max_outcomes=2 and runners_up=0, but the rec"),
+        (
+            lambda: replay(perfect(), BRANCHING(max_branches=9)),
+            "max_branches=9, but 4 candidates were recorded",
+        ),
+        (
+            lambda: replay(perfect(), BRANCHING(max_outcomes=2)),
+            "max_outcomes=2 and runners_up=0, but the rec",
+        ),
         (lambda: Agreement((0.1, 0.2), (0, 0), 4, ((0.1,),)), "chances at 1 of 2 tokens"),
         (lambda: predict([perfect(1)], SpecBranchConfig(), COSTS), "record at least two new tokens"),
         (lambda: COSTS.at_ratio(0), "ratio=0"),

@@ -68,9 +68,9 @@ def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatc
 
     drafters, prefill = [], Drafter.prefill
 
-    def watch(self):
+    def watch(self, length):
         drafters.append(self)
-        prefill(self)
+        prefill(self, length)
 
     monkeypatch.setattr(Drafter, "prefill", watch)
     settings = config("specbranch", gamma=4, k=4, epsilon=0.9)

@@ -113,7 +113,7 @@ def test_tokens_keep_the_blank_that_some_tokenizers_drop_at_the_beginning():
 
 def test_a_recording_on_a_gpu_takes_the_settings_of_captured_stages():
     config = SpecBranchConfig()
-    assert as_if_captured(config, torch.device("cpu")) == config
+    assert as_if_captured(config, torch.device("cpu")) == config.decided()
     there = as_if_captured(config, torch.device("cuda"))
     assert there.confidence_threshold == config.threshold(alone=True) and there.max_outcomes > 0
 
@@ -197,7 +197,10 @@ def test_trace_speaks_json(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "fastest"], "--compare fastest: expected one of autoregressive, vanilla, pearl, specbranch"),
+        (
+            ["--compare", "fastest"],
+            "--compare fastest: expected one of auto, autoregressive, vanilla, pearl",
+        ),
         (["--out", __file__], "a file of that name is there; name a folder"),
         (["--top-k", "3"], "--top-k and --top-p choose among sampled tokens"),
     ],

@@ -78,4 +78,5 @@ def pooled(all_stats: list[SpecBranchStats]) -> SpecBranchStats | None:
         for accepted, count in enumerate(stats.acceptance_histogram):
             total.acceptance_histogram.extend([0] * (accepted + 1 - len(total.acceptance_histogram)))
             total.acceptance_histogram[accepted] += count
+        total.plans.extend(stats.plans)
     return total

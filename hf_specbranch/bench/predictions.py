@@ -87,9 +87,9 @@ def record(benchmark: Benchmark) -> dict[int, Agreement]:
 
 
 def play(benchmark: Benchmark, measurement: Measurement, agreements: dict[int, Agreement]) -> Played | None:
-    """Replay what a way was measured on; None for transformers' ways and for heads, which are not played."""
+    """Replay what a way was measured on; None for transformers' ways, for heads, and for the planner, which does so."""
     way, stats = measurement.way, measurement.stats
-    if way.settings is None or way.head is not None or stats is None:
+    if way.settings is None or way.settings.policy == "auto" or way.head is not None or stats is None:
         return None
     captured = was_captured(stats)
     settings = settled(way.settings, captured, is_cheap(benchmark.pair.target, benchmark.pair.draft))

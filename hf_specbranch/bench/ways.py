@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..config import SpecBranchConfig
+from ..config import OUTCOMES, RUNNERS_UP, SpecBranchConfig
 from ..heads import LengthHead
 
 # Every way by name, in the order they are run and shown.
@@ -23,8 +23,10 @@ TITLES = {
     "vanilla-best": "ours, draft then verify, the best fixed length of the sweep",
     "vanilla-stop": "ours, draft then verify, with the confidence stop",
     "pearl-best": "ours, drafting ahead on one line, the best fixed length of the sweep",
-    "specbranch": "ours, branches and overlap, default settings",
-    "specbranch-paper": "ours, branches at the branch point alone",
+    "auto": "ours, by default: the planner chooses",
+    "specbranch": "ours, the method of the paper: branches at the branch point, overlap",
+    "specbranch-outcomes": "ours, with branches for corrections",
+    "specbranch-tree": "ours, with branches for corrections and runners-up in the target's pass",
     "specbranch-one-branch": "ours, a single branch",
     "specbranch-no-overlap": "ours, target and draft in turns",
     "specbranch-head": "ours, with a length head",
@@ -130,6 +132,7 @@ def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None
     constant = dict(
         num_assistant_tokens=length, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
+    tree = dict(max_outcomes=OUTCOMES, runners_up=RUNNERS_UP)
     ways = [
         Way("plain"),
         Way("static", arguments={"cache_implementation": "static"}),
@@ -138,9 +141,11 @@ def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None
         Way("lookup", arguments={"prompt_lookup_num_tokens": length}),
         Way("autoregressive", choices.settings("autoregressive")),
         Way("vanilla-stop", choices.settings("vanilla"), drafts=True),
+        Way("auto", choices.settings("auto"), drafts=True),
         Way("specbranch", choices.settings("specbranch"), drafts=True),
-        Way("specbranch-paper", choices.settings("specbranch", max_outcomes=0), drafts=True),
-        Way("specbranch-one-branch", choices.settings("specbranch", max_branches=1, max_outcomes=0), drafts=True),
+        Way("specbranch-outcomes", choices.settings("specbranch", max_outcomes=OUTCOMES), drafts=True),
+        Way("specbranch-tree", choices.settings("specbranch", **tree), drafts=True),
+        Way("specbranch-one-branch", choices.settings("specbranch", max_branches=1), drafts=True),
         Way("specbranch-no-overlap", choices.settings("specbranch", overlap=False), drafts=True),
     ]
     if head is not None:

@@ -86,6 +86,13 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         lines.append(f"runners-up that were right: {stats.runner_up_hits} of {stats.runners_up}")
     if stats.draft_seconds:
         lines.append(f"drafting hidden: {stats.hidden_fraction:.0%}")
+    if stats.plans:
+        last = stats.plans[-1]
+        predicted = last["predicted_tokens_per_second"]
+        beside = "" if predicted is None else f" ({predicted:.0f} predicted)"
+        lines.append(
+            f"last plan of {len(stats.plans)}: {last['plan']}: {last['tokens_per_second']:.0f} a second{beside}"
+        )
     if stats.slowed_by:
         lines.append(f"slowed: {stats.slowed_by}")
     return lines

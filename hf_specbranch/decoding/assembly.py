@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+from ..agreement import Agreement, read_agreement
+from ..config import SpecBranchConfig
+from ..planner import plans_within, usual_costs
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner, round_up
 from ..runners.slots import past_length
@@ -20,11 +25,14 @@ from .judge import Judge
 from .ledger import Books
 from .line import Line
 from .loop import Parts
-from .policies import Policy
+from .planning import Planner, knowledge_of
+from .policies import POLICIES
 from .recorder import Recorder
+from .records import Feedback
 from .scoring import can_guide, is_opaque
 from .target import Target
 from .text import Text
+from .verify import NONE
 
 if TYPE_CHECKING:
     from .engine import Call
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
 CHEAP = 50  # a draft is that has so many times fewer parameters than its target
+WINDOW, CONTEXT, FEWEST = 192, 512, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
 
 
 class Assembly:
@@ -40,9 +49,8 @@ class Assembly:
 
     Args:
         call: the `generate()` call.
-        policy: the method.
         runner: runs the target.
-        draft_runner: runs the draft, if the method has one.
+        draft_runner: runs the draft, if there is one.
         recorder: keeps what the caller wants beside the tokens.
         stats: where to count.
     """
@@ -50,47 +58,104 @@ class Assembly:
     def __init__(
         self,
         call: Call,
-        policy: Policy,
         runner: EagerRunner,
         draft_runner: EagerRunner | None,
         recorder: Recorder,
         stats: SpecBranchStats,
     ) -> None:
-        self.call, self.policy, self.recorder, self.stats = call, policy, recorder, stats
+        self.call, self.recorder, self.stats = call, recorder, stats
         self.runner, self.draft_runner = runner, draft_runner
         self.stopper, self.attention = call.stopper, call.attention()
         self.samples = bool(call.generation_config.do_sample)
-        self.in_step = call.rows > 1 and (self.stopper.needs_rows_in_step or any(map(is_opaque, call.processors)))
-        self.branches = call.config.max_branches if policy.forks else 1
+        self.ordered = any(map(is_opaque, call.processors))  # processors must be called for one token after the other
+        self.guided = any(map(can_guide, call.processors))
+        self.in_step = call.rows > 1 and (self.stopper.needs_rows_in_step or self.ordered)
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
-        if draft_runner is not None:
-            self.branches = min(self.branches, self.vocabulary, draft_runner.vocabulary)
-        given = given_hooks(call)
-        self.fixed = self._can_be_fixed(given)
-        self.config = call.config.decided(self.fixed, self._draft_is_cheap, alone=not given)
-        epsilon = self.config.threshold()
-        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
-        self.hooks = HookList([*given, *rules, TopKBranches(call.config.max_branches)])
-        self.gamma = self.config.draft_length
-        self.outcomes, self.leaves = self._outcomes(), self._leaves()
-        self.capacity = self._size(self.stopper.max_length + self.gamma + 3)  # columns of the text
+        self.given = HookList(given_hooks(call))
+        self.fixed = self._can_be_fixed(self.given.hooks)
+        cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
+        first = call.config.decided(self.fixed, cheap, alone=not self.given.hooks)
+        self.plans = [first, *plans_within(call.config, self.fixed)] if self._may_plan else [first]
+        longest = max(plan.draft_length for plan in self.plans)
+        self.capacity = self._size(self.stopper.max_length + longest + 3)  # columns of the text
         self.seeds = make_seeds(call)
 
+    @property
+    def _may_plan(self) -> bool:
+        """Whether anything is left to choose. Hooks, heads and observers were made for one method."""
+        config, special = self.call.config, self.in_step or self.ordered or self.guided
+        watched = bool(self.given.hooks) or self.call.observer is not None
+        return config.policy == "auto" and self.draft_runner is not None and not special and not watched
+
     def parts(self) -> Parts:
-        """Everything a loop needs."""
+        """Everything a loop needs, after the first plan."""
         call = self.call
         desk = self._desk(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
         text = Text(desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer)
-        drafter = None if self.draft_runner is None else self._drafter(self.draft_runner, desk.serial)
-        serial = NoDrafter.serial if drafter is None else drafter.serial
-        generator = desk.generator("verdicts", self.seeds[0]) if self.samples else None
-        layers = self.hooks.feature_layers
-        judge = Judge(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers, serial)
-        target = self._target(desk, text, serial)
-        books = Books(self.stats, 0 if drafter is None else drafter.depth)
-        return Parts(target, drafter or NoDrafter(judge.nothing), judge, text, self.recorder, books)
+        generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
+        layers = self.given.feature_layers
+        judge = Judge(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
+        target = self._target(desk, text)
+        nobody, books = NoDrafter(judge.nothing), Books(self.stats, depth=0)
+        return self._after(self.plans[0], Parts(target, nobody, judge, text, self.recorder, books))
+
+    def change(self, plan: SpecBranchConfig, parts: Parts, feedback: Feedback) -> tuple[Parts, Feedback]:
+        """The same text, to be continued after another plan.
+
+        What stands drafted is given up, whatever it is, and the new drafter reads the text anew. For drafts that are
+        drawn that is exact only if the choice of a plan does not depend on drafted tokens the target has not judged.
+        """
+        text = parts.text
+        parts.books.close()
+        parts.target.read_what_was_skipped()
+        parts = self._after(plan, parts)
+        text.told[3] = NONE  # no branch lives on
+        parts.drafter.prefill(max(text.lengths))
+        return parts, feedback._replace(told=text.told.to(parts.drafter.device), moved=False, line_ended=True)
+
+    def agreements(self, text: Text) -> list[Agreement]:
+        """How the draft does on the text of the first unfinished row; nothing while that is short."""
+        assert self.call.draft is not None
+        row = text.done.index(False)
+        new, length = len(text.new[row]), text.lengths[row]
+        if new < FEWEST:
+            return []
+        padding = int((~self._own_attention[row]).sum())
+        ids = text.ids[row : row + 1, max(padding, length - CONTEXT) : length]
+        before = max(1, ids.shape[1] - min(new, WINDOW))
+        temperature = temperature_of(self.call) if self.samples else 1.0
+        candidates = self.call.config.max_branches + 1
+        return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
+
+    def planner(self, text: Text) -> Planner:
+        """Who chooses between the plans."""
+        target, draft = self.runner, self.draft_runner
+        assert draft is not None
+        usual = usual_costs(target.model, draft.model, self.fixed) if self.samples else None
+        return Planner(
+            self.plans,
+            captured=self.fixed,
+            situation=(self.call.config, self.call.rows, target.runtime, self.fixed),
+            known=knowledge_of(target.model, draft.model),
+            usual=usual,
+            agreements=lambda: self.agreements(text),
+            context=lambda: max(text.lengths),
+        )
+
+    def captures(self) -> int:
+        """How many stages have been captured so far."""
+        runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
+        return sum(runner.stages_captured for runner in runners)
+
+    def _after(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
+        """These parts with a drafter for the plan."""
+        policy = POLICIES[plan.policy]
+        if self.draft_runner is None or not policy.drafts:
+            return parts._replace(drafter=NoDrafter(parts.judge.nothing), books=Books(self.stats, depth=0))
+        drafter = self._drafter(plan, self.draft_runner, parts)
+        return parts._replace(drafter=drafter, books=Books(self.stats, drafter.depth))
 
     def _can_be_fixed(self, hooks: list[SpeculationHook]) -> bool:
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""
@@ -120,29 +185,6 @@ class Assembly:
             return "inputs, target and draft are not on one device"
         return ""
 
-    @property
-    def _draft_is_cheap(self) -> bool:
-        """Whether a whole line is drafted in a small part of the target's pass."""
-        return self.draft_runner is None or is_cheap(self.runner.model, self.draft_runner.model)
-
-    def _outcomes(self) -> int:
-        """The most branches at chain positions; a guide follows the line and its end only."""
-        if not self.policy.forks or any(map(can_guide, self.call.processors)):
-            return 0
-        return min(int(self.config.max_outcomes), self._most_foreseen)
-
-    def _leaves(self) -> int:
-        """The most runners-up; none where rounds must end at the target's first own token."""
-        ordered = self.in_step or any(map(is_opaque, self.call.processors))
-        if self.draft_runner is None or not self.policy.forks or ordered or not self.recorder.keeps_nothing:
-            return 0
-        return min(self.call.config.runners_up, self._most_foreseen)
-
-    @property
-    def _most_foreseen(self) -> int:
-        most: int = self.gamma * min(self.branches, self.vocabulary - 1)
-        return most
-
     def _size(self, needed: int) -> int:
         """Few sizes where memory and stages are to be used again."""
         return round_up(needed) if self.fixed else needed
@@ -152,15 +194,16 @@ class Assembly:
             return Desk(device)
         call = self.call
         processors = tuple(map(signature, call.processors))
-        settings = (call.rows, self.capacity, self._target_slots, self.samples, self.hooks.feature_layers, processors)
+        settings = (call.rows, self.capacity, self._target_slots, self.samples, self.given.feature_layers, processors)
         return runner.desk((settings, more))
 
     @property
     def _target_slots(self) -> int:
         cached = self.attention.shape[1] - self.call.input_ids.shape[1]
-        return self._size(cached + self.capacity + self.leaves)
+        leaves = max(int(plan.runners_up) for plan in self.plans)
+        return self._size(cached + self.capacity + leaves)
 
-    def _target(self, desk: Desk, text: Text, drafter: int) -> Target:
+    def _target(self, desk: Desk, text: Text) -> Target:
         call, runner = self.call, self.runner
         past = call.past
         if past is not None and past_length(past) > 0:
@@ -168,7 +211,7 @@ class Assembly:
         kwargs = {**call.model_kwargs, "past_key_values": runner.cache}
         wanted = ("output_attentions", "output_hidden_states")
         outputs = {name: True for name in wanted if call.model_kwargs.get(name)}
-        if self.hooks.feature_layers:
+        if self.given.feature_layers:
             outputs["output_hidden_states"] = True
 
         def prefill() -> Any:
@@ -177,24 +220,40 @@ class Assembly:
         first = call.first_position(self.attention)
         return Target(
             desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.hooks.feature_layers, drafter, self.stats,
+            self.given.feature_layers, self.stats,
         )  # fmt: skip
 
-    def _drafter(self, runner: EagerRunner, target: int) -> Drafter:
-        call, prompt = self.call, self.call.input_ids.to(runner.device)
+    def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
+        call, text, policy, gamma = self.call, parts.text, POLICIES[plan.policy], plan.draft_length
+        branches = min(plan.max_branches, self.vocabulary, runner.vocabulary) if policy.forks else 1
+        outcomes, leaves = self._foreseen(plan, branches) if policy.forks else (0, 0)
         draws = self.samples and not self.in_step and draws_drafts(call)
-        capacity = self._size(self.capacity + (self.branches + self.outcomes + 2) * (self.gamma + 1))
-        counts = (self.gamma, self.branches, self.outcomes, self.leaves)
-        baked = (target, capacity, *counts, self.policy.name, draws, self.vocabulary)
-        desk = self._desk(runner, runner.device, (*baked, self.hooks.settings))
-        own = self.attention[:, self.attention.shape[1] - prompt.shape[1] :]  # it reads the text, not what is cached
-        own = own.to(runner.device)
+        capacity = self._size(self.capacity + (branches + outcomes + 2) * (gamma + 1))
+        counts = (gamma, branches, outcomes, leaves)
+        epsilon = plan.threshold()
+        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
+        hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
+        baked = (text.serial, capacity, *counts, policy.name, draws, self.vocabulary)
+        desk = self._desk(runner, runner.device, (*baked, hooks.settings))
+        own = self._own_attention.to(runner.device)
         model = DraftModel(desk, runner, own, self.vocabulary, call.processors, capacity, self.stats)
-        generator = desk.generator("drafts", self.seeds[1]) if draws else None
-        reach = 2 * self.gamma + 2  # a chain, the branch point, a branch
-        line = Line(desk, prompt, capacity, reach, self.vocabulary, generator)
-        limit = self.stopper.max_length
-        return Drafter(desk, model, line, self.policy, *counts, self.hooks, limit, self.stats)
+        generator = desk.generator("drafts", next(self.seeds)) if draws else None
+        reach = 2 * gamma + 2  # a chain, the branch point, a branch
+        ids, start = text.before_last_round()
+        line = Line(desk, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator)
+        return Drafter(desk, model, line, policy, *counts, hooks, self.stopper.max_length, self.stats)
+
+    @property
+    def _own_attention(self) -> Tensor:
+        """[B, P] bool over the prompt: the draft reads the text, not what is cached."""
+        return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
+
+    def _foreseen(self, plan: SpecBranchConfig, branches: int) -> tuple[int, int]:
+        """The most branches at chain positions, and the most runners-up."""
+        most = plan.draft_length * min(branches, self.vocabulary - 1)
+        outcomes = 0 if self.guided else min(int(plan.max_outcomes), most)  # a guide follows the line and its end only
+        one_by_one = self.in_step or self.ordered or not self.recorder.keeps_nothing
+        return outcomes, 0 if one_by_one else min(int(plan.runners_up), most)  # a round must end at the first own token
 
 
 def given_hooks(call: Call) -> list[SpeculationHook]:
@@ -211,17 +270,16 @@ def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
     return sizes[0] >= CHEAP * sizes[1]
 
 
-def make_seeds(call: Call) -> tuple[int, int]:
-    """Seeds for the verdicts and for the drafts, apart, so that threads cannot reorder the draws.
+def make_seeds(call: Call) -> Iterator[int]:
+    """Seeds for the verdicts and for each drafter, apart, so that threads cannot reorder the draws.
 
-    Both come from the caller's source of randomness: the same seed gives the same text.
+    They come from the caller's source of randomness: the same seed gives the same text.
     """
     if not call.generation_config.do_sample:
-        return 0, 0
+        return count()
     source = call.generator
     where = source.device if source is not None else torch.device("cpu")
-    first, second = torch.randint(2**62, (2,), generator=source, device=where).tolist()
-    return first, second
+    return count(int(torch.randint(2**62, (1,), generator=source, device=where)))
 
 
 def draws_drafts(call: Call) -> bool:
@@ -232,5 +290,10 @@ def draws_drafts(call: Call) -> bool:
         return False
     if call.config.draft_sampling != "auto":
         return call.config.draft_sampling == "sample"
+    return temperature_of(call) >= GREEDY_DRAFTS_BELOW
+
+
+def temperature_of(call: Call) -> float:
+    """At which a sampled text is drawn."""
     warpers = [p for p in call.processors if isinstance(p, TemperatureLogitsWarper)]
-    return (warpers[-1].temperature if warpers else 1.0) >= GREEDY_DRAFTS_BELOW
+    return float(warpers[-1].temperature) if warpers else 1.0

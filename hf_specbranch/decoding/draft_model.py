@@ -56,7 +56,8 @@ class DraftModel:
         self.guide = Guide.beside(processors, length) if guided else None
 
     def prefill(self, tokens: Tensor) -> None:
-        """Read the prompt [B, P]."""
+        """Read a text [B, P] from its beginning."""
+        self.runner.cache.forget()
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
@@ -70,6 +71,7 @@ class DraftModel:
         if self.desk.fixed:
             return self.runner.forward_as_it_is(self._own(tokens), positions, slots, visible).logits
         self.stats.draft_forwards += 1
+        self.stats.draft_positions += tokens.shape[1]
         self.runner.reserve(tokens.shape[0], visible.shape[2])
         return self.runner.forward(self._own(tokens), positions, slots, visible).logits
 

@@ -31,12 +31,12 @@ class NoDrafter:
         nothing: an empty chain and no branches.
     """
 
-    depth, serial = 0, NONE
+    depth = 0
 
     def __init__(self, nothing: tuple[Chain, Branches]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device
 
-    def prefill(self) -> None: ...
+    def prefill(self, length: int) -> None: ...
 
     def draft(self, feedback: Feedback, reached: int) -> Chain:
         return self.nothing[0]
@@ -80,10 +80,9 @@ class Drafter:
         stats: SpecBranchStats,
     ) -> None:
         self.desk, self.model, self.line, self.policy, self.hooks, self.stats = desk, model, line, policy, hooks, stats
-        self.device, self.serial = line.device, desk.serial
+        self.device = line.device
         self.gamma, self.depth, self.branches, self.outcomes = gamma, policy.depth(gamma), branches, outcomes
         self.siblings = Siblings(desk, line, model, branches - 1 + outcomes, self.depth)
-        self.prompt_length = int(line.end[0])
         rows = line.count
         self.limit = desk.tensor("limit", (1,)).fill_(limit)
         self.chain_tokens = desk.tensor("chain.tokens", (rows, gamma))
@@ -104,11 +103,11 @@ class Drafter:
             self.chain_scores = desk.tensor("chain.scores", (rows, gamma, model.vocabulary), torch.float32)
             self.branch_scores = desk.tensor("branches.scores", (rows, model.vocabulary), torch.float32)
 
-    def prefill(self) -> None:
-        """Read the prompt."""
-        if self.prompt_length > 0:
-            self.model.prefill(self.line.ids[:, : self.prompt_length])
-            self.line.fed.fill_(self.prompt_length)
+    def prefill(self, length: int) -> None:
+        """Read the first columns of the text."""
+        if length > 0:
+            self.model.prefill(self.line.ids[:, :length])
+            self.line.fed.copy_(self.line.start)
 
     def draft(self, feedback: Feedback, reached: int) -> Chain:
         """The chain for the next target pass: what is left of the line, or a newly drafted one.
@@ -121,6 +120,7 @@ class Drafter:
         begins = self.policy.drafts_first and feedback.line_ended
         if begins and self.desk.fixed:
             self.stats.draft_forwards += self.gamma
+            self.stats.draft_positions += self.gamma + 1
         key = ("draft", feedback.moved, begins, feedback.features is None, shown)
         self.desk.run(key, lambda: self._draft(feedback, begins, shown))
         count = self.gamma if self.desk.fixed else int(self.chain_length.max())
@@ -128,7 +128,7 @@ class Drafter:
         leaves = None
         if self.leaves:
             leaves = Leaves(self.foresight.tokens[:, : self.leaves], self.foresight.at[:, : self.leaves])
-        return Chain(self.chain_tokens[:, :count], self.chain_length, scores, leaves)
+        return Chain(self.chain_tokens[:, :count], self.chain_length, scores, leaves, self.desk.serial)
 
     def branch(self, reached: int) -> Branches:
         """Draft what may come after the chain, before the verdict on it is known."""
@@ -136,6 +136,7 @@ class Drafter:
             return Branches(self.branch_tokens[:, :1], self.branch_at[:, :1], None)
         if self.desk.fixed:
             self.stats.draft_forwards += 1 + self.depth
+            self.stats.draft_positions += 1 + self.depth * (1 + self.siblings.most)
         shown = self._shown(reached)
         self.desk.run(("branch", shown), lambda: self._branch(shown))
         return Branches(self.branch_tokens, self.branch_at, self.branch_scores, self.following)

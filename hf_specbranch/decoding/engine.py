@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from ..runners.slots import can_load, past_length
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
-from .loop import Parts, overlapped_loop, sequential_loop
+from .loop import Parts, read_prompt, rounds
+from .planning import Meter
 from .policies import POLICIES
 from .recorder import Recorder
 from .scoring import Processor
@@ -94,29 +96,55 @@ class Call:
 def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text, and say what it took."""
     began = time.perf_counter()
-    policy = POLICIES[call.config.policy]
-    stats = SpecBranchStats(policy=policy.name)
+    stats = SpecBranchStats(policy=call.config.policy)
     recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
     with ExitStack() as runners:
         settings = call.rows, call.slots, call.config.runtime, call.config.kernels
         runner = runners.enter_context(runner_for(call.model, "target", *settings))
         draft_runner = None
-        if call.draft is not None and policy.drafts:
+        if call.draft is not None and POLICIES[call.config.policy].drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
-        parts = Assembly(call, policy, runner, draft_runner, recorder, stats).parts()
+        assembly = Assembly(call, runner, draft_runner, recorder, stats)
+        parts = assembly.parts()
         if call.observer is not None:
             parts = call.observer(parts)
-        drafter, text = parts.drafter, parts.text
-        with Beside(parts.target.device, drafter.device, inline=text.fixed) as beside:
-            loop = overlapped_loop if call.config.overlap and policy.drafts_ahead else sequential_loop
-            loop(parts, beside)
-            stats.draft_seconds, stats.hidden_seconds = beside.measure()
+        text, draft_device = parts.text, (draft_runner or runner).device
+        with Beside(parts.target.device, draft_device, stats, inline=text.fixed) as beside:
+            follow_plans(assembly, parts, beside)
         if call.streamer is not None:
             call.streamer.end()
         stats.new_tokens = text.gained
         stats.time_to_first_token = text.first_gain - began
         stats.total_seconds = time.perf_counter() - began
         return _make_output(call, parts.target, text, recorder, stats), stats
+
+
+def follow_plans(assembly: Assembly, parts: Parts, beside: Beside) -> None:
+    """Generate the text, leg by leg where there is something to choose."""
+    text, plan, feedback = parts.text, assembly.plans[0], read_prompt(parts)
+    if len(assembly.plans) == 1:
+        beside.overlap = plan.overlap and POLICIES[plan.policy].drafts_ahead
+        rounds(parts, beside, feedback, lambda: True)
+        beside.take()
+        return
+    legs, meter = assembly.planner(text).legs(), Meter(assembly.stats, beside, text, assembly.captures)
+    leg = next(legs)
+    while not text.finished:
+        if leg.plan != plan:
+            plan = leg.plan
+            parts, feedback = assembly.change(plan, parts, feedback)
+            meter.start()
+        beside.overlap = leg.overlap
+        turns = iter(range(leg.rounds))
+        feedback = rounds(parts, beside, feedback, partial(_any_left, turns))
+        took = meter.read(leg)
+        if not text.finished:
+            leg = legs.send(took)
+            meter.start()
+
+
+def _any_left(turns: Iterator[int]) -> bool:
+    return next(turns, None) is not None
 
 
 def _make_output(
@@ -126,6 +154,7 @@ def _make_output(
     past, returns = call.past, bool(call.generation_config.return_dict_in_generate)
     if past is not None and (returns or call.fills_cache):
         # As in plain generate, the last token is not in the cache yet.
+        target.read_what_was_skipped()
         target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
     if not returns:
         return sequences

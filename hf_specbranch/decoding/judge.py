@@ -30,7 +30,6 @@ class Judge:
         draws: sample from `p`; otherwise take its maximum.
         generator: source of randomness for the verdicts.
         feature_layers: hidden states of the target that the hooks want to see.
-        drafter: names the memory that chains and branches come from.
     """
 
     def __init__(
@@ -42,10 +41,9 @@ class Judge:
         draws: bool,
         generator: torch.Generator | None,
         feature_layers: tuple[int, ...] = (),
-        drafter: int = UNDECIDED,
     ) -> None:
         self.desk, self.text, self.processors, self.draws, self.generator = desk, text, processors, draws, generator
-        self.feature_layers, self.drafter = feature_layers, drafter
+        self.feature_layers = feature_layers
         self.in_order = any(is_opaque(processor) for processor in processors)
         self.score: Scorer = ExactScorer(processors)
         if desk.fixed:
@@ -85,7 +83,7 @@ class Judge:
                 where = torch.where(bonus.leaf == NONE, verdict.accepted, count + 1 + bonus.leaf)
                 self.features.copy_(features_at(step, where, self.feature_layers))
 
-        key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, self.drafter)
+        key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, chain.memory)
         self.desk.run(key, stage)
         self.inbox.send(report)
 

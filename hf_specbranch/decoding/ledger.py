@@ -64,11 +64,12 @@ class Books:
     def __init__(self, stats: SpecBranchStats, depth: int) -> None:
         self.stats, self.depth = stats, depth
         self.noted: list[tuple[Report, Outcome]] = []  # not counted yet
+        self.last: list[tuple[Report, Outcome]] = []  # of the last round, counted or not
 
     def note(self, reports: list[Report], outcomes: list[Outcome]) -> None:
         """Take down the verdicts of a round."""
         self.settle()
-        self.noted = list(zip(reports, outcomes))
+        self.last = self.noted = list(zip(reports, outcomes))
 
     def settle(self) -> None:
         """Count what was taken down."""
@@ -76,11 +77,14 @@ class Books:
             settle(self.stats, report, outcome, self.depth)
         self.noted = []
 
-    def a_line_ended(self) -> bool:
-        """Whether some unfinished row has no drafted line left after the round just taken down."""
-        return any(
-            not outcome.finished and line_left(report, outcome, self.depth) == 0 for report, outcome in self.noted
-        )
+    def lines_left(self) -> list[int]:
+        """How many drafted tokens stand behind the text of each unfinished row after the last round."""
+        return [line_left(*verdict, self.depth) for verdict in self.last if not verdict[1].finished]
+
+    def close(self) -> None:
+        """Nothing more is counted here: what stands drafted is given up."""
+        self.settle()
+        self.stats.rollback_tokens += sum(self.lines_left())
 
 
 def line_left(drafted: Report, outcome: Outcome, depth: int) -> int:

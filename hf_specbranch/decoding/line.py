@@ -22,7 +22,8 @@ class Line:
 
     Args:
         desk: where the memory comes from.
-        prompt: [B, P] token ids.
+        text: [B, P] token ids.
+        start: [B] the column behind each row's last token that counts as committed.
         capacity: room for this many columns.
         reach: the longest a line can get.
         vocabulary: size of the distributions.
@@ -32,21 +33,22 @@ class Line:
     def __init__(
         self,
         desk: Desk,
-        prompt: Tensor,
+        text: Tensor,
+        start: Tensor,
         capacity: int,
         reach: int,
         vocabulary: int,
         generator: torch.Generator | None,
     ) -> None:
-        rows, length = prompt.shape
+        rows, length = text.shape
         self.device, self.count, self.capacity, self.ring, self.reach = desk.device, rows, capacity, reach + 1, reach
         self.generator, self.fixed = generator, desk.fixed
         self.rows = torch.arange(rows, out=desk.tensor("rows", (rows,)))
         self.offsets = torch.arange(reach + 1, out=desk.tensor("offsets", (reach + 1,)))
         self.ids = desk.tensor("line.ids", (rows, capacity + 1))
-        self.ids[:, :length] = prompt
-        self.start = desk.tensor("line.start", (rows,)).fill_(length)  # first column that is not committed
-        self.end = desk.tensor("line.end", (rows,)).fill_(length)  # the column behind the last drafted token
+        self.ids[:, :length] = text
+        self.start = desk.tensor("line.start", (rows,)).copy_(start)  # first column that is not committed
+        self.end = desk.tensor("line.end", (rows,)).copy_(start)  # the column behind the last drafted token
         self.fed = desk.tensor("line.fed", (rows,))  # columns whose keys and values the draft has
         self.next = desk.tensor("line.next", (rows,))  # the token for column `end`, where `fed == end`
         self.confidence = desk.tensor("line.confidence", (rows, self.ring + 1), torch.float32)

@@ -1,11 +1,12 @@
 """The method. A round: draft a chain, let the target verify it, draft what may follow, judge, commit.
 
-`sequential_loop` does one thing after the other; in `overlapped_loop` the draft works while the target does.
-Both commit the same tokens. The policies differ in what the drafter does when it is asked, nowhere else.
+Whether the draft works while the target does, or after it, is for `Beside` to say; the tokens are the same. The
+policies differ in what the drafter does when it is asked, nowhere else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..runners.base import Step
@@ -30,32 +31,26 @@ class Parts(NamedTuple):
     books: Books  # counts
 
 
-def sequential_loop(parts: Parts, beside: Beside) -> None:
-    """Draft, verify, draft ahead, judge: each after the other."""
-    target, drafter, text = parts.target, parts.drafter, parts.text
-    feedback = read_prompt(parts)
-    while not text.finished:
-        chain = drafter.draft(feedback, max(text.lengths))
-        step = target.verify(chain)
-        with beside.drafting():
-            branches = drafter.branch(max(text.lengths))
-        feedback = conclude(parts, step, chain, branches)
-    parts.books.settle()
-    text.hand_out()
+def rounds(parts: Parts, beside: Beside, feedback: Feedback, goes_on: Callable[[], bool]) -> Feedback:
+    """Rounds until the text is complete, or until something else is to be tried.
 
-
-def overlapped_loop(parts: Parts, beside: Beside) -> None:
-    """The same rounds, with the draft at work during the target's passes."""
+    Args:
+        parts: who takes part.
+        beside: runs the target's pass beside the draft's work, or before it.
+        feedback: what the last verdict meant.
+        goes_on: asked before every round.
+    """
     target, drafter, text = parts.target, parts.drafter, parts.text
-    feedback = read_prompt(parts)
-    while not text.finished:
-        chain = drafter.draft(feedback, max(text.lengths))
+    while not text.finished and goes_on():
+        with beside.working("draft"):
+            chain = drafter.draft(feedback, max(text.lengths))
         verified = beside.start(target.verify, chain)
-        with beside.drafting():
+        with beside.working("branch"):
             branches = drafter.branch(max(text.lengths))
         feedback = conclude(parts, verified(), chain, branches)
     parts.books.settle()
     text.hand_out()
+    return feedback
 
 
 def read_prompt(parts: Parts) -> Feedback:
@@ -63,7 +58,7 @@ def read_prompt(parts: Parts) -> Feedback:
     feedback = conclude(parts, parts.target.prefill(), *parts.judge.nothing)
     parts.text.hand_out()
     if not parts.text.finished:
-        parts.drafter.prefill()
+        parts.drafter.prefill(parts.text.prompt_length)
     return feedback
 
 
@@ -84,5 +79,5 @@ def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> Feed
         told=text.told.to(parts.drafter.device),
         features=judge.features,
         moved=any(outcome.complete and outcome.survivor > 0 for outcome in outcomes),
-        line_ended=books.a_line_ended(),
+        line_ended=0 in books.lines_left(),
     )

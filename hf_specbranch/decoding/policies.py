@@ -39,3 +39,4 @@ POLICIES = {
         Policy("specbranch", drafts_ahead=True, forks=True),
     )
 }
+POLICIES["auto"] = POLICIES["specbranch"]  # what is asked of a call before anything is chosen: all that there is

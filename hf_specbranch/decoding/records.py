@@ -25,11 +25,12 @@ class Chain(NamedTuple):
     length: Tensor  # [B] how many are real
     scores: Tensor | None = None  # [B, N, V] the draft's distributions, where the tokens were drawn from them
     leaves: Leaves | None = None
+    memory: int = -1  # names the desk it lies on; captured stages have read its address
 
     def to(self, device: torch.device) -> Chain:
         scores = None if self.scores is None else self.scores.to(device)
         leaves = None if self.leaves is None else self.leaves.to(device)
-        return Chain(self.tokens.to(device), self.length.to(device), scores, leaves)
+        return Chain(self.tokens.to(device), self.length.to(device), scores, leaves, self.memory)
 
 
 class Branches(NamedTuple):

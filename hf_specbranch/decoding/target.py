@@ -12,7 +12,7 @@ from ..runners.base import Step
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
-from .records import Chain
+from .records import Chain, Leaves
 from .text import Text
 
 
@@ -32,7 +32,6 @@ class Target:
         capacity: the most slots a row can take.
         outputs: what else the forward must return, e.g. `{"output_hidden_states": True}`.
         feature_layers: the hidden states that hooks want to read.
-        drafter: names the memory that chains come from.
         stats: where to count.
     """
 
@@ -47,12 +46,11 @@ class Target:
         capacity: int,
         outputs: dict[str, Any],
         feature_layers: tuple[int, ...],
-        drafter: int,
         stats: SpecBranchStats,
     ) -> None:
         self.desk, self.runner, self.device = desk, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
-        self.feature_layers, self.drafter = feature_layers, drafter
+        self.feature_layers = feature_layers
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
         self.first_position = desk.tensor("target.first_position", (rows, 1))
@@ -81,12 +79,22 @@ class Target:
         shown = self.base + max(self.text.lengths) + chain.tokens.shape[1] + leaves
         self.runner.reserve(chain.tokens.shape[0], shown)
         self._count()
+        self.stats.target_positions += chain.tokens.shape[1] + 1 + (chain.leaves is not None) + leaves
         if not self.desk.fixed:
             return self._pass(chain, shown, self.runner.forward)
         shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1 + leaves
-        key = ("verify", queries, leaves, shown, self.base, self.drafter)
+        key = ("verify", queries, chain.leaves is None, leaves, shown, self.base, chain.memory)
         self.desk.run(key, lambda: self._keep_step(self._pass(chain, shown, self.runner.forward_as_it_is)))
         return self._kept_step(queries)
+
+    def read_what_was_skipped(self) -> None:
+        """Put the keys and values of a runner-up that has become text where others look for them.
+
+        Rounds with runners-up do so by themselves; this is for those who take over from them.
+        """
+        if self.text.skips:
+            rows = self.text.ids[:, :0]
+            self.verify(Chain(rows, self.text.length, leaves=Leaves(rows, rows)))
 
     def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
         tokens, columns = self.text.with_chain(chain)  # [B, N + 1]

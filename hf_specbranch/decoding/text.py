@@ -43,7 +43,7 @@ class Text:
         streamer: Any = None,
     ) -> None:
         rows, self.prompt_length = prompt.shape
-        self.fixed = desk.fixed
+        self.fixed, self.serial = desk.fixed, desk.serial
         self.ids = desk.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
         self.columns = torch.arange(capacity, out=desk.tensor("text.columns", (capacity,)))
@@ -60,6 +60,7 @@ class Text:
         self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
+        self.skips = False  # the last round has added a runner-up, which the target has not read in its place
         self.first_gain = 0.0  # when the first was
 
     @property
@@ -98,6 +99,10 @@ class Text:
         ids = self.ids.scatter(1, columns, chain.tokens)  # [B, C]
         return Prefixes(ids[:, None].expand(-1, count + 1, -1), self.length[:, None] + self.columns[: count + 1])
 
+    def before_last_round(self) -> tuple[Tensor, Tensor]:
+        """The text [B, longest], and the length [B] each row had before the last round's tokens."""
+        return self.ids[:, : max(self.lengths)], self.length - self.told[0]
+
     def step_prefix(self, chain: Chain, j: int) -> Tensor:
         """The text [B, L] before chain position `j`, for rows of equal length."""
         return torch.cat([self.ids[:, : self.lengths[0]], chain.tokens[:, :j]], dim=1)
@@ -131,6 +136,7 @@ class Text:
         gained = self._advance_in_step(offered, scores) if self.in_step else self._advance(offered, scores)
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
+        self.skips = any(report.bonus != NONE for report in reports)
         outcomes = [
             Outcome(count, report.accepted, report.token, report.survivor, report.bonus, done)
             for count, report, done in zip(gained, reports, self.done)

@@ -59,6 +59,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.captures = 0  # stages recorded so far
         self.renew()
 
     def renew(self) -> None:
@@ -119,6 +120,7 @@ class CapturedDesk(Desk):
             graph.replay()
 
     def _run_and_capture(self, stage: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        self.graph_memory.captures += 1
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators.values():
             graph.register_generator_state(generator)

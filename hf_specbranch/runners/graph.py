@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # How the layers of a model run: as transformers wrote them, through our kernels, or compiled.
 Layers = Literal["plain", "fused", "compiled"]
 MOST_QUERIES = 64  # longer forwards are rare and run eagerly
-MOST_DESKS = 4  # settings whose stages are kept; the least recently used go
+MOST_DESKS = 8  # settings whose stages are kept; the least recently used go
 
 
 class Captured(NamedTuple):
@@ -66,6 +66,10 @@ class GraphRunner(EagerRunner):
     def graph_memory(self) -> GraphMemory:
         """What all graphs of this runner share; they never replay at the same time."""
         return GraphMemory(self.device)
+
+    @property
+    def stages_captured(self) -> int:  # type: ignore[override]
+        return self.graph_memory.captures
 
     def desk(self, settings: Hashable) -> Desk:
         """The desk for stages with these settings, from an earlier generation if there was one."""

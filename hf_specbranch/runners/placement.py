@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
+from ..stats import SpecBranchStats, Sum
+
 Result = TypeVar("Result")
 Span = tuple[float, float]
+Work = Literal["draft", "verify", "branch"]  # drafting before a pass; the pass; drafting that may run beside it
 
 
 class Clock:
@@ -45,19 +48,28 @@ class Beside:
     Args:
         target: the target's device.
         draft: the draft's device.
+        stats: where both count their forwards.
         inline: launch the target's pass from the calling thread: it is a replay, and takes no time.
+        overlap: do so; otherwise the pass comes first and the draft's work after it. May change between rounds.
 
     Example:
         >>> with Beside(torch.device("cpu"), torch.device("cpu")) as beside:
         ...     answer = beside.start(lambda: 6 * 7)
-        ...     with beside.drafting():
+        ...     with beside.working("branch"):
         ...         pass
         ...     answer()
         42
     """
 
-    def __init__(self, target: torch.device, draft: torch.device, inline: bool = False) -> None:
-        self.inline = inline
+    def __init__(
+        self,
+        target: torch.device,
+        draft: torch.device,
+        stats: SpecBranchStats | None = None,
+        inline: bool = False,
+        overlap: bool = True,
+    ) -> None:
+        self.inline, self.overlap, self.stats = inline, overlap, stats or SpecBranchStats()
         self.stream = self.draft_stream = None
         if target.type == "cuda":
             self.stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
@@ -67,8 +79,8 @@ class Beside:
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
-        self.target_spans: list[tuple[Any, Any]] = []
-        self.draft_spans: list[tuple[Any, Any]] = []
+        self.spans = _no_spans()  # since `take`
+        self.forwards = _no_forwards()
 
     def __enter__(self) -> Beside:
         self.exit = ExitStack()
@@ -85,6 +97,10 @@ class Beside:
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
         """Begin `work(*arguments)`; the returned function waits for its result."""
+        if not self.overlap:
+            with self.working("verify"):
+                done = work(*arguments)
+            return lambda: done
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         finished = self._run(work, arguments) if self.inline else None
@@ -103,24 +119,41 @@ class Beside:
         if self.stream is not None:
             on_stream = torch.cuda.stream(self.stream)
         modes: AbstractContextManager[Any] = nullcontext() if self.inline else self.modes()
-        with modes, on_stream:
-            begin = self.clock.now()
-            value = work(*arguments)
-            self.target_spans.append((begin, self.clock.now()))
-        return value
+        with modes, on_stream, self.working("verify"):
+            return work(*arguments)
 
     @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Marks the draft's work, to be compared with the target's."""
-        begin = self.clock.now()
+    def working(self, what: Work) -> Iterator[None]:
+        """Marks the beginning and the end of some work."""
+        before, begin = self._counted(what), self.clock.now()
         yield
-        self.draft_spans.append((begin, self.clock.now()))
+        self.spans[what].append((begin, self.clock.now()))
+        done = (after - once for once, after in zip(before, self._counted(what)))
+        self.forwards[what] += Sum(0.0, *done)
 
-    def measure(self) -> tuple[float, float]:
-        """Seconds of drafting, and the part of them during which the target ran."""
-        target = [(self.clock.seconds(begin), self.clock.seconds(end)) for begin, end in self.target_spans]
-        draft = [(self.clock.seconds(begin), self.clock.seconds(end)) for begin, end in self.draft_spans]
-        return sum(end - begin for begin, end in draft), shared_time(target, draft)
+    def _counted(self, what: Work) -> tuple[int, int]:
+        stats = self.stats
+        if what == "verify":
+            return stats.target_forwards, stats.target_positions
+        return stats.draft_forwards, stats.draft_positions
+
+    def take(self) -> dict[Work, Sum]:
+        """The work of each kind since the last call; waits for the device to have done it."""
+        seconds = self.clock.seconds
+        spans = {what: [(seconds(begin), seconds(end)) for begin, end in marks] for what, marks in self.spans.items()}
+        sums = {what: self.forwards[what] + Sum(sum(end - begin for begin, end in spans[what])) for what in spans}
+        self.stats.draft_seconds += sums["branch"].seconds
+        self.stats.hidden_seconds += shared_time(spans["verify"], spans["branch"])
+        self.spans, self.forwards = _no_spans(), _no_forwards()
+        return sums
+
+
+def _no_spans() -> dict[Work, list[tuple[Any, Any]]]:
+    return {"draft": [], "verify": [], "branch": []}
+
+
+def _no_forwards() -> dict[Work, Sum]:
+    return {"draft": Sum(), "verify": Sum(), "branch": Sum()}
 
 
 def inherited_modes(device_type: str) -> Callable[[], AbstractContextManager[None]]:

@@ -52,9 +52,8 @@ def as_if_captured(config: SpecBranchConfig, device: torch.device, cheap: bool =
         device: of the target.
         cheap: the draft is small beside its target.
     """
-    if device.type != "cuda" or config.runtime == "eager":
-        return config
-    return config.decided(captured=True, cheap=cheap, alone=config.length_head is None)
+    captured = device.type == "cuda" and config.runtime != "eager"
+    return config.decided(captured, cheap, alone=config.length_head is None)
 
 
 def token_texts(tokenizer: Any, tokens: Iterable[int], anchor: int) -> dict[int, str]:

@@ -114,9 +114,9 @@ class WatchedDrafter(Watched):
 
     part: Drafter | NoDrafter
 
-    def prefill(self) -> None:
+    def prefill(self, length: int) -> None:
         with self.watch.working(DRAFT, PROMPT, self.part.device):
-            self.part.prefill()
+            self.part.prefill(length)
 
     def draft(self, feedback: Feedback, reached: int) -> Chain:
         with self.watch.working(DRAFT, "draft", self.part.device) as rows:

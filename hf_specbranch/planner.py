@@ -1,0 +1,185 @@
+"""How to go on: the settings that promise most tokens a second, given what steps take and how well the draft agrees.
+
+The model is that of `simulate`. A plan is played on the text so far, round by round as the loop would go, and its
+rounds are priced:
+
+    a pass over q tokens          t(q) = t(1) + (q - 1) * a token
+    a draft step over w branches  d(w) = d(1) + (w - 1) * a branch
+    a round                       loop + S + t(q) + B - hidden * min(t(q), B)
+
+with S drafting before the pass and B drafting beside it. Prices come from the rounds of the generation itself
+(`prices`), where they may; the plan with the most tokens a second is chosen (`choose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from .config import SpecBranchConfig
+from .simulate import Agreement, StepCosts, predict
+from .stats import Sum
+
+LENGTHS = (2, 4, 8, 12)
+SENDING = {True: (0.1,), False: (0.4, 0.1)}  # thresholds of confidence, by whether stages are captured
+BEYOND = ((0, 0), (4, 0), (12, 0), (4, 4), (12, 8))  # outcome branches and runners-up
+BETTER = 1.03  # a plan must promise so much more than the one under way
+WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
+
+
+class Stretch(NamedTuple):
+    """Some rounds after one plan, and what they took."""
+
+    rounds: int
+    tokens: float  # committed a row
+    seconds: float
+    overlap: bool
+    draft: Sum  # drafting before the passes
+    verify: Sum
+    branch: Sum  # drafting that could run beside them
+    disturbed: bool = False  # something happened that happens once
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Choice(NamedTuple):
+    """A plan, and what is expected of it."""
+
+    plan: SpecBranchConfig
+    tokens_per_second: float
+
+
+def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchConfig]:
+    """Everything that `policy="auto"` may choose; what the user has set stays.
+
+    Args:
+        config: the user's settings.
+        captured: stages are captured as CUDA graphs.
+
+    Example:
+        >>> from hf_specbranch import SpecBranchConfig
+        >>> {plan.max_draft_length for plan in plans_within(SpecBranchConfig(max_draft_length=3), captured=True)}
+        {3}
+    """
+    lengths = LENGTHS if config.max_draft_length == "auto" else (config.draft_length,)
+    given = config.confidence_threshold
+    sending = SENDING[captured] if isinstance(given, str) else (given,)
+    found = []
+    for length, epsilon in product(lengths, sending):
+        plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
+        found.append(replace(plan, policy="vanilla", max_outcomes=0, runners_up=0, overlap=False))
+        for outcomes, leaves in BEYOND:
+            outcomes = outcomes if config.max_outcomes == "auto" else int(config.max_outcomes)
+            leaves = leaves if config.runners_up == "auto" else int(config.runners_up)
+            found.append(replace(plan, policy="specbranch", max_outcomes=outcomes, runners_up=leaves))
+    none = replace(found[0], policy="autoregressive")
+    return list(dict.fromkeys([none, *found]))
+
+
+def choose(
+    plans: Sequence[SpecBranchConfig],
+    agreements: Sequence[Agreement],
+    costs: StepCosts,
+    captured: bool,
+    current: SpecBranchConfig | None = None,
+    ratios: Mapping[SpecBranchConfig, float] | None = None,
+) -> Choice:
+    """The plan that promises most; the current one unless another is clearly better.
+
+    Args:
+        plans: what may be chosen.
+        agreements: how the draft did on the text so far.
+        costs: what a step takes.
+        captured: stages are captured as CUDA graphs.
+        current: the plan under way.
+        ratios: what plans did over what was predicted of them, where they were tried.
+    """
+    overlap = costs.hidden >= WORTH_OVERLAPPING
+
+    def judged(plan: SpecBranchConfig) -> Choice:
+        ratio = 1.0 if ratios is None else ratios.get(plan, 1.0)
+        return Choice(plan, ratio * predict(agreements, plan, costs, captured).tokens_per_second)
+
+    best = max((judged(replace(plan, overlap=plan.overlap and overlap)) for plan in plans), key=lambda each: each[1])
+    if current is None:
+        return best
+    now = judged(current)
+    return best if best.tokens_per_second > BETTER * now.tokens_per_second else now
+
+
+def prices(stretches: Sequence[Stretch]) -> StepCosts:
+    """What steps take, from rounds that were timed; some of them without overlap.
+
+    Example:
+        >>> timed = Stretch(4, 8, 0.05, False, Sum(0.004, 4, 4), Sum(0.04, 4, 20), Sum())
+        >>> one_token = Stretch(2, 0, 0.016, False, Sum(), Sum(0.016, 2, 2), Sum())
+        >>> costs = prices([timed, one_token])
+        >>> round(costs.target_pass, 4), round(costs.target_token, 4), round(costs.draft_step, 4)
+        (0.009, 0.0005, 0.001)
+    """
+    alone = [each for each in stretches if not each.overlap]
+    a_pass, a_token = _line(each.verify for each in alone)
+    steps = [*(each.draft for each in stretches), *(each.branch for each in alone)]
+    a_step, a_branch = _line(steps)
+    parts = sum(each.draft.seconds + each.verify.seconds + each.branch.seconds for each in alone)
+    loop = max(0.0, sum(each.seconds for each in alone) - parts) / sum(each.rounds for each in alone)
+    saved = possible = 0.0
+    for each in stretches:
+        if each.overlap:
+            verify = each.verify.forwards * a_pass + (each.verify.positions - each.verify.forwards) * a_token
+            branch = each.branch.forwards * a_step + (each.branch.positions - each.branch.forwards) * a_branch
+            saved += each.rounds * loop + each.draft.seconds + verify + branch - each.seconds
+            possible += min(verify, branch)
+    hidden = min(max(saved / possible, 0.0), 1.0) if possible > 0 else 0.0
+    return StepCosts(a_pass + loop, a_token, a_step, a_branch, hidden)
+
+
+def _line(sums: Iterable[Sum]) -> tuple[float, float]:
+    """Seconds of a forward over one token, and of each further one: the best straight line, never falling."""
+    points = [(each.positions / each.forwards, each.seconds / each.forwards, each.forwards) for each in sums if each[1]]
+    count = sum(weight for *_, weight in points)
+    if not count:
+        return 0.0, 0.0
+    x = sum(weight * width for width, _, weight in points) / count
+    y = sum(weight * seconds for _, seconds, weight in points) / count
+    spread = sum(weight * (width - x) ** 2 for width, _, weight in points)
+    rise = sum(weight * (width - x) * (seconds - y) for width, seconds, weight in points)
+    slope = max(0.0, rise / spread) if spread > 1e-9 else 0.0
+    return max(1e-9, y - slope * (x - 1)), slope
+
+
+def usual_costs(target: PreTrainedModel, draft: PreTrainedModel, captured: bool) -> StepCosts:
+    """What steps take by the size of the models alone, for where nothing may be measured.
+
+    Captured, a forward takes the time to read its weights and a little for each layer: that gives 4.1, 0.09, 1.3 and
+    16.9 ms for 7B, 68M, 1.3B and 33B in half precision, where 4.2, 0.085, 1.3 and 17.6 were measured on an H200. On a
+    CPU the embedded pair was the measure (docs/benchmarks.md).
+    """
+    a_pass, a_step = (_usual_seconds(model, captured) for model in (target, draft))
+    if captured:
+        return StepCosts(a_pass, 0.005 * a_pass, a_step, 0.03 * a_step, hidden=0.8)
+    return StepCosts(a_pass, 0.02 * a_pass, a_step, 0.05 * a_step)
+
+
+def _usual_seconds(model: PreTrainedModel, captured: bool) -> float:
+    size: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+    return size / 4.3e12 + layers * 3e-5 if captured else size / 1.5e10 + layers * 4e-4
+
+
+def described(plan: SpecBranchConfig, overlap: bool) -> Iterator[str]:
+    """A plan in words, one setting at a time."""
+    yield plan.policy
+    if plan.policy != "autoregressive":
+        yield f"length {plan.max_draft_length}"
+    if plan.policy == "specbranch":
+        yield f"epsilon {plan.confidence_threshold:g}"
+        yield f"{plan.max_outcomes} outcomes"
+        yield f"{plan.runners_up} runners-up"
+        yield "overlapped" if overlap else "one after the other"

@@ -1,0 +1,331 @@
+"""`policy="auto"`: plans change in mid-text and the text does not; what is chosen follows costs and agreement."""
+
+import copy
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.decoding import assembly as assembly_module
+from hf_specbranch.decoding import planning
+from hf_specbranch.planner import Stretch, choose, plans_within, prices, usual_costs
+from hf_specbranch.runners.desk import CapturedDesk
+from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.simulate import Agreement, StepCosts, predict, record_agreement
+from hf_specbranch.stats import Sum
+
+from .models import assert_counts_add_up, attached, noisy_copy, prompt
+from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+ALWAYS = Agreement((0.95,) * 97, (0,) * 97, 5, ((0.95, 0.02, 0.01, 0.01, 0.01),) * 97)
+NEVER = Agreement((0.3,) * 97, (-1,) * 97, 5, ((0.3, 0.2, 0.1, 0.1, 0.1),) * 97)
+CHEAP_DRAFT = StepCosts(0.004, 2e-5, 1e-4, 1e-6, hidden=0.8)
+
+
+def every_plan():
+    return plans_within(SpecBranchConfig(), captured=True)
+
+
+@pytest.fixture
+def at_random(monkeypatch):
+    """Plans that change every few rounds, for no reason."""
+
+    def legs(self):
+        dice = random.Random(len(self.plans))
+        while True:
+            plan = dice.choice(self.plans)
+            yield planning.Leg(plan, dice.randint(1, 3), dice.random() < 0.5)
+
+    monkeypatch.setattr(planning.Planner, "legs", legs)
+
+
+class KeptDesk(CapturedDesk):
+    """Memory that is used again by the next drafter with the same plan, as on a GPU; stages run as they are."""
+
+    def run(self, key, stage):
+        stage()
+
+
+@pytest.fixture
+def kept_desks(monkeypatch):
+    """Stages of fixed shape."""
+
+    def desk(self, settings):
+        desks = self.__dict__.setdefault("desks", {})
+        return desks.setdefault(settings, KeptDesk(self.device, None))
+
+    monkeypatch.setattr(EagerRunner, "captures", True)
+    monkeypatch.setattr(EagerRunner, "desk", desk)
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """These plans, a round each."""
+
+    def follow(*plans):
+        def legs(self):
+            for plan in itertools.cycle(plans):
+                yield planning.Leg(plan, 1, False)
+
+        monkeypatch.setattr(planning.Planner, "legs", legs)
+        monkeypatch.setattr(assembly_module, "plans_within", lambda *_: list(plans))
+
+    return follow
+
+
+# ---- exactness
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("which", ["draft", "stranger"])
+def test_plans_may_change_at_any_time_and_the_text_does_not(at_random, request, target, rows, which):
+    small = request.getfixturevalue(which)
+    inputs = prompt(rows)
+    expected = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    model = attached(target)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=small), expected)
+    stats = model.specbranch_stats
+    assert len({leg["plan"] for leg in stats.plans}) > 3
+    assert_counts_add_up(stats)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_stages_of_fixed_shape_follow_changing_plans_too(kept_desks, at_random, target, draft, rows):
+    run = {**prompt(rows), "max_new_tokens": 60, "do_sample": False}
+    model = attached(target)
+    assert torch.equal(model.generate(**run, assistant_model=draft), target.generate(**run))
+    stats = model.specbranch_stats
+    assert not stats.slowed_by and len({leg["plan"] for leg in stats.plans}) > 3
+    assert_counts_add_up(stats)
+
+
+@pytest.mark.slow
+def test_stages_of_fixed_shape_sample_from_the_target_when_plans_change(kept_desks, at_random):
+    model, _ = sampling_pair()
+    counts = draw(SpecBranchConfig(draft_sampling="sample"), samples=4_000)
+    assert p_value(counts, exact_distribution(model)) > SMALLEST_P
+
+
+def test_runners_up_that_were_right_are_read_before_another_plan_takes_over(in_turn, target):
+    leaves = SpecBranchConfig("specbranch", 4, confidence_threshold=0.0, max_outcomes=0, runners_up=8)
+    in_turn(leaves, replace(leaves, policy="autoregressive", runners_up=0))
+    small, model, hits = noisy_copy(target, noise=0.4, seed=3), attached(target), 0
+    for seed in range(4):
+        run = {**prompt(seed=seed), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
+        hits += model.specbranch_stats.runner_up_hits
+    assert hits > 3
+
+
+def test_a_cache_that_is_handed_back_holds_runners_up_in_their_places(target):
+    """Whatever the last round did, a second turn on the same cache continues as plain generate() does."""
+    config = SpecBranchConfig(policy="specbranch", max_draft_length=4, confidence_threshold=0.0, runners_up=8)
+    small, hits = noisy_copy(target, noise=0.4, seed=3), 0
+    model = attached(target)
+    for count in range(2, 26):
+        caches, texts = [DynamicCache(config=target.config) for _ in range(2)], []
+        for one, cache, more in ((target, caches[0], {}), (model, caches[1], {"specbranch": config})):
+            small_one = {"assistant_model": small} if more else {}
+            first = one.generate(
+                **prompt(), past_key_values=cache, max_new_tokens=count, do_sample=False, eos_token_id=None,
+                **small_one, **more,
+            )  # fmt: skip
+            hits += more != {} and model.specbranch_stats.runner_up_hits
+            texts.append(first)
+        assert torch.equal(*texts)
+        keys = [torch.stack([layer.keys for layer in cache.layers]) for cache in caches]
+        assert torch.allclose(*keys, atol=1e-4), count
+    assert hits > 20
+
+
+@pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
+def test_sampling_stays_exact_when_plans_change(at_random, drafting):
+    model, _ = sampling_pair()
+    counts = draw(SpecBranchConfig(draft_sampling=drafting), samples=6_000)
+    assert p_value(counts, exact_distribution(model)) > SMALLEST_P
+
+
+def test_drafters_that_share_their_randomness_are_noticed(in_turn, monkeypatch):
+    vanilla = SpecBranchConfig("vanilla", 1, confidence_threshold=0.0, max_outcomes=0, runners_up=0)
+    in_turn(vanilla, replace(vanilla, max_draft_length=2))
+    monkeypatch.setattr(assembly_module, "make_seeds", lambda call: itertools.repeat(int(torch.randint(2**62, (1,)))))
+    model, _ = sampling_pair()
+    counts = draw(SpecBranchConfig(draft_sampling="sample"), samples=10_000)
+    assert p_value(counts, exact_distribution(model)) < SMALLEST_P
+
+
+def test_a_seed_gives_the_same_text_whatever_has_been_measured(target, draft):
+    model, texts = attached(target), []
+    for _ in range(3):
+        torch.manual_seed(5)
+        texts.append(model.generate(**prompt(), max_new_tokens=100, do_sample=True, assistant_model=draft))
+        model.generate(**prompt(), max_new_tokens=100, do_sample=False, assistant_model=draft)  # measures
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+# ---- the choice
+
+
+def test_what_the_user_has_set_stays():
+    given = SpecBranchConfig(max_draft_length=3, confidence_threshold=0.7, max_outcomes=2, runners_up=1, max_branches=2)
+    for plan in plans_within(given, captured=False):
+        assert plan.max_draft_length == 3 and plan.confidence_threshold == 0.7 and plan.max_branches == 2
+        assert (plan.max_outcomes, plan.runners_up) == ((2, 1) if plan.policy == "specbranch" else (0, 0))
+
+
+def test_a_draft_that_is_always_right_drafts_much_and_one_that_never_is_nothing():
+    assert choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True).plan.max_draft_length == 12
+    assert choose(every_plan(), [NEVER], CHEAP_DRAFT, True).plan.policy == "autoregressive"
+
+
+def test_a_draft_as_slow_as_the_target_is_left_alone():
+    slow = StepCosts(0.004, 2e-5, 0.004, 1e-4, hidden=0.0)
+    assert choose(every_plan(), [ALWAYS], slow, True).plan.policy == "autoregressive"
+
+
+def test_overlap_is_chosen_where_it_hides_something():
+    assert not choose(every_plan(), [ALWAYS], replace(CHEAP_DRAFT, hidden=0.0), True).plan.overlap
+    two_gpus = StepCosts(0.004, 0.0, 4e-4, 0.0).on_gpus(2)
+    chosen = choose(every_plan(), [ALWAYS], two_gpus, True).plan
+    assert chosen.overlap and chosen.policy == "specbranch"
+
+
+def test_a_plan_is_kept_unless_another_is_clearly_better():
+    plans = every_plan()
+    best = choose(plans, [ALWAYS], CHEAP_DRAFT, True)
+    for plan in plans:
+        kept = choose(plans, [ALWAYS], CHEAP_DRAFT, True, current=plan)
+        speed = predict([ALWAYS], plan, CHEAP_DRAFT, True).tokens_per_second
+        assert (kept.plan == plan) == (best.tokens_per_second <= 1.03 * speed)
+
+
+def test_experience_with_a_plan_corrects_its_prediction():
+    best = choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True)
+    other = choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True, ratios={best.plan: 0.5})
+    assert other.plan != best.plan
+
+
+@given(
+    st.floats(0.001, 0.1), st.floats(0, 0.1), st.floats(0.01, 1), st.floats(0, 0.3), st.floats(0, 1), st.floats(0, 0.2)
+)
+@settings(max_examples=60, deadline=None)
+def test_prices_explain_the_rounds_they_come_from(a_pass, token, step, branch, hidden, loop):
+    """Costs made up, rounds priced by the formula, and the costs found again."""
+    token, step, branch, loop = a_pass * token, a_pass * step, a_pass * step * branch, a_pass * loop
+
+    def stretch(sent, steps, ahead, width, overlap):
+        draft = Sum(10 * steps * step, 10 * steps, 10 * steps)
+        verify = Sum(10 * (a_pass + sent * token), 10, 10 * (1 + sent))
+        beside = Sum(10 * ahead * (step + (width - 1) * branch), 10 * ahead, 10 * ahead * width)
+        saved = hidden * min(verify.seconds, beside.seconds) if overlap else 0.0
+        seconds = 10 * loop + draft.seconds + verify.seconds + beside.seconds - saved
+        return Stretch(10, 20, seconds, overlap, draft, verify, beside)
+
+    found = prices([stretch(8, 2, 9, 6, False), stretch(8, 2, 9, 6, True), stretch(0, 0, 0, 1, False)])
+    expected = StepCosts(a_pass + loop, token, step, branch, hidden)
+    for name in ("target_pass", "target_token", "draft_step", "draft_branch"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-9 + 1e-7 * a_pass)
+    assert found.hidden == pytest.approx(hidden, abs=1e-3)
+
+
+def test_usual_costs_follow_the_size_of_the_models(target, draft):
+    larger = copy.deepcopy(target)
+    larger.lm_head = torch.nn.Linear(32, 4000)
+    for captured in (False, True):
+        costs = usual_costs(larger, draft, captured)
+        assert costs.target_pass > usual_costs(target, draft, captured).target_pass > 0
+
+
+def test_on_two_gpus_it_beats_the_method_of_the_paper():
+    """The embedded pair's texts, priced with a device for each model: at least 1.1 times as fast."""
+    target, draft, tokenizer = load_demo_pair()
+    texts = ("def add(a, b):", "class Stack:\n", "def is_prime(n):\n", "import json\n\ndef read(path):\n")
+    found = [record_agreement(target, draft, tokenizer(text, return_tensors="pt"), 96, 5) for text in texts]
+    paper = SpecBranchConfig(policy="specbranch", max_outcomes=0, runners_up=0)
+    for ratio in (4, 10):
+        costs = StepCosts(0.01, 5e-5, 0.01 / ratio, 5e-5).on_gpus(2)
+        of_the_paper = max(
+            predict(found, replace(paper, max_draft_length=length, confidence_threshold=epsilon), costs, True)
+            for length in (2, 4, 8, 12)
+            for epsilon in (0.0, 0.1, 0.4)
+        )
+        best = choose(every_plan(), found, costs, True)
+        assert best.tokens_per_second >= 1.1 * of_the_paper.tokens_per_second, ratio
+
+
+# ---- in a generation
+
+
+def test_legs_add_up_and_say_what_was_predicted(target, draft):
+    model = attached(target)
+    for _ in range(2):
+        model.generate(**prompt(), max_new_tokens=200, do_sample=False, eos_token_id=None, assistant_model=draft)
+    stats = model.specbranch_stats
+    assert stats.policy == "auto"
+    assert sum(leg["tokens"] for leg in stats.plans) == stats.new_tokens - 1  # the first comes from the prompt's pass
+    assert stats.plans[0]["predicted_tokens_per_second"] > 0
+    assert "plans" in stats.to_dict()
+
+
+def test_costs_are_measured_once_for_a_pair_and_again_when_the_context_has_doubled(monkeypatch, target, draft):
+    monkeypatch.setattr(planning, "SHORTEST", 64)
+    model = attached(target)
+
+    def explored(length, new):
+        inputs = prompt(length=length)
+        model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, assistant_model=draft)
+        return sum(leg["predicted_tokens_per_second"] is None for leg in model.specbranch_stats.plans)
+
+    assert explored(7, 50) == 6  # two legs each, of which the second is timed
+    assert explored(7, 50) == 0
+    assert explored(130, 50) == 6
+    model.detach_specbranch()
+    assert not planning._KNOWN.get(model)
+
+
+def test_settled_policies_are_not_planned(target, draft):
+    model = attached(target)
+    for policy in ("vanilla", "specbranch", "autoregressive"):
+        config = SpecBranchConfig(policy=policy)
+        model.generate(**prompt(), max_new_tokens=30, do_sample=False, assistant_model=draft, specbranch=config)
+        assert model.specbranch_stats.plans == [] and model.specbranch_stats.policy == policy
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_captured_stages_follow_changing_plans(at_random, target, draft, rows):
+    plain, small = copy.deepcopy(target).cuda(), copy.deepcopy(draft).cuda()
+    model = attached(target).cuda()
+    for seed in range(4):
+        inputs = {name: value.cuda() for name, value in prompt(rows, length=6 + seed, seed=seed).items()}
+        run = {**inputs, "max_new_tokens": 60, "do_sample": False}
+        assert torch.equal(model.generate(**run, assistant_model=small), plain.generate(**run))
+        assert_counts_add_up(model.specbranch_stats)
+        assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["good", "weak"])
+def test_what_is_chosen_on_a_gpu_is_close_to_the_best(which):
+    """The embedded pair in float32: after the first texts, as fast as the best of three policies, within a tenth."""
+    target, small, tokenizer = load_demo_pair(which, device="cuda")
+    model = specbranch(target, small)
+    inputs = tokenizer("def is_prime(n):\n", return_tensors="pt").to("cuda")
+    run = {**inputs, "max_new_tokens": 256, "do_sample": False, "eos_token_id": None}
+    expected, speeds = model.generate(**run, specbranch=False), {}
+    for policy in ("autoregressive", "vanilla", "specbranch", "auto"):
+        for _ in range(4):
+            out = model.generate(**run, specbranch=SpecBranchConfig(policy))
+            speeds[policy] = max(speeds.get(policy, 0.0), model.specbranch_stats.tokens_per_second)
+            assert torch.equal(out, expected)
+    assert speeds["auto"] > 0.9 * max(speeds.values()), (speeds, model.specbranch_stats.plans)
