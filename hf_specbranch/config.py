@@ -45,8 +45,8 @@ class SpecBranchConfig:
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
             in the paper. "auto": what the policy "auto" chooses, and 0 under the others.
         runners_up: how many of the draft's second choices, at the chain positions most likely to be rejected, the
-            target checks in the same pass ("specbranch" only); where one is right, the pass brings one token more.
-            They take no drafting, but make the pass wider. "auto": as for `max_outcomes`.
+            target checks in the same pass ("vanilla" and "specbranch"); where one is right, the pass brings one token
+            more. They take no drafting, but make the pass wider. "auto": as for `max_outcomes`.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.

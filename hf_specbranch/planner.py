@@ -26,7 +26,8 @@ from .stats import Sum
 
 LENGTHS = (2, 4, 8, 12)
 SENDING = {True: (0.1,), False: (0.4, 0.1)}  # thresholds of confidence, by whether stages are captured
-BEYOND = ((0, 0), (4, 0), (12, 0), (4, 4), (12, 8))  # outcome branches and runners-up
+RUNNERS_UP = (0, 4, 8, 12)  # beside a chain that is drafted before the pass
+BEYOND = ((0, 0), (4, 0), (12, 0), (4, 4), (12, 8))  # outcome branches and runners-up where branches are drafted too
 BETTER = 1.03  # a plan must promise so much more than the one under way
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
@@ -73,13 +74,18 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     found = []
     for length, epsilon in product(lengths, sending):
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
-        found.append(replace(plan, policy="vanilla", max_outcomes=0, runners_up=0, overlap=False))
+        simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
+        found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in RUNNERS_UP]
         for outcomes, leaves in BEYOND:
-            outcomes = outcomes if config.max_outcomes == "auto" else int(config.max_outcomes)
-            leaves = leaves if config.runners_up == "auto" else int(config.runners_up)
-            found.append(replace(plan, policy="specbranch", max_outcomes=outcomes, runners_up=leaves))
-    none = replace(found[0], policy="autoregressive")
+            branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
+            found.append(replace(branching, runners_up=set_or(config.runners_up, leaves)))
+    none = replace(found[0], policy="autoregressive", runners_up=0)
     return list(dict.fromkeys([none, *found]))
+
+
+def set_or(given: int | str, count: int) -> int:
+    """What the user has set, or else this."""
+    return count if isinstance(given, str) else given
 
 
 def choose(
@@ -178,8 +184,8 @@ def described(plan: SpecBranchConfig, overlap: bool) -> Iterator[str]:
     yield plan.policy
     if plan.policy != "autoregressive":
         yield f"length {plan.max_draft_length}"
-    if plan.policy == "specbranch":
         yield f"epsilon {plan.confidence_threshold:g}"
-        yield f"{plan.max_outcomes} outcomes"
         yield f"{plan.runners_up} runners-up"
+    if plan.policy == "specbranch":
+        yield f"{plan.max_outcomes} outcome branches"
         yield "overlapped" if overlap else "one after the other"

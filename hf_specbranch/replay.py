@@ -37,8 +37,9 @@ def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True
         >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).max_outcomes
         (0.4, 12)
     """
-    decided = config.decided(captured, cheap)
-    return decided if POLICIES[config.policy].forks else replace(decided, max_outcomes=0, runners_up=0)
+    decided, policy = config.decided(captured, cheap), POLICIES[config.policy]
+    outcomes, leaves = decided.max_outcomes if policy.forks else 0, decided.runners_up if policy.drafts_first else 0
+    return replace(decided, max_outcomes=outcomes, runners_up=leaves)
 
 
 def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:
@@ -79,7 +80,7 @@ class _Player:
         self.policy: Policy = POLICIES[config.policy]
         self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
         self.epsilon, self.branches = config.threshold(), config.max_branches
-        most = self.gamma * self.branches if self.policy.forks else 0
+        most = self.gamma * self.branches
         self.outcomes, self.leaves = min(int(config.max_outcomes), most), min(int(config.runners_up), most)
         self.at, self.line = 1, 0  # the prompt's pass gives the first token; tokens drafted behind the text
         self.looked = False  # whether the distribution behind the line is known already

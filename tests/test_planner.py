@@ -177,7 +177,8 @@ def test_what_the_user_has_set_stays():
     given = SpecBranchConfig(max_draft_length=3, confidence_threshold=0.7, max_outcomes=2, runners_up=1, max_branches=2)
     for plan in plans_within(given, captured=False):
         assert plan.max_draft_length == 3 and plan.confidence_threshold == 0.7 and plan.max_branches == 2
-        assert (plan.max_outcomes, plan.runners_up) == ((2, 1) if plan.policy == "specbranch" else (0, 0))
+        foreseen = {"specbranch": (2, 1), "vanilla": (0, 1), "autoregressive": (0, 0)}
+        assert (plan.max_outcomes, plan.runners_up) == foreseen[plan.policy]
 
 
 def test_a_draft_that_is_always_right_drafts_much_and_one_that_never_is_nothing():

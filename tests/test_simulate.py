@@ -30,6 +30,7 @@ SETTINGS = {
     "specbranch, a branch for every correction": SpecBranchConfig(
         "specbranch", max_outcomes=12, confidence_threshold=0.0
     ),
+    "vanilla, runners-up": SpecBranchConfig(policy="vanilla", runners_up=6, confidence_threshold=0.0),
     "specbranch, runners-up": BRANCHING(max_outcomes=6, runners_up=4, confidence_threshold=0.1),
     "specbranch, wide": BRANCHING(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }

@@ -20,13 +20,14 @@ from ..stats import SpecBranchStats
 from .draft_model import DraftModel
 from .drafter import Drafter, NoDrafter
 from .fixed_scoring import has_fixed_form, signature
+from .foresight import Foresight
 from .hooks import ConfidenceStop, HookList, SpeculationHook, ThreeWay, TopKBranches
 from .judge import Judge
 from .ledger import Books
 from .line import Line
 from .loop import Parts
 from .planning import Planner, knowledge_of
-from .policies import POLICIES
+from .policies import POLICIES, Policy
 from .recorder import Recorder
 from .records import Feedback
 from .scoring import can_guide, is_opaque
@@ -225,15 +226,16 @@ class Assembly:
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
         call, text, policy, gamma = self.call, parts.text, POLICIES[plan.policy], plan.draft_length
-        branches = min(plan.max_branches, self.vocabulary, runner.vocabulary) if policy.forks else 1
-        outcomes, leaves = self._foreseen(plan, branches) if policy.forks else (0, 0)
+        alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
+        branches = alternatives if policy.forks else 1
+        outcomes, leaves = self._foreseen(plan, policy, alternatives)
         draws = self.samples and not self.in_step and draws_drafts(call)
         capacity = self._size(self.capacity + (branches + outcomes + 2) * (gamma + 1))
         counts = (gamma, branches, outcomes, leaves)
         epsilon = plan.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
         hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
-        baked = (text.serial, capacity, *counts, policy.name, draws, self.vocabulary)
+        baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
         desk = self._desk(runner, runner.device, (*baked, hooks.settings))
         own = self._own_attention.to(runner.device)
         model = DraftModel(desk, runner, own, self.vocabulary, call.processors, capacity, self.stats)
@@ -241,19 +243,21 @@ class Assembly:
         reach = 2 * gamma + 2  # a chain, the branch point, a branch
         ids, start = text.before_last_round()
         line = Line(desk, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator)
-        return Drafter(desk, model, line, policy, *counts, hooks, self.stopper.max_length, self.stats)
+        foresight = Foresight(desk, line, gamma, alternatives, max(outcomes, leaves))
+        return Drafter(desk, model, line, policy, *counts, foresight, hooks, self.stopper.max_length, self.stats)
 
     @property
     def _own_attention(self) -> Tensor:
         """[B, P] bool over the prompt: the draft reads the text, not what is cached."""
         return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
 
-    def _foreseen(self, plan: SpecBranchConfig, branches: int) -> tuple[int, int]:
+    def _foreseen(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
         """The most branches at chain positions, and the most runners-up."""
-        most = plan.draft_length * min(branches, self.vocabulary - 1)
-        outcomes = 0 if self.guided else min(int(plan.max_outcomes), most)  # a guide follows the line and its end only
-        one_by_one = self.in_step or self.ordered or not self.recorder.keeps_nothing
-        return outcomes, 0 if one_by_one else min(int(plan.runners_up), most)  # a round must end at the first own token
+        most = plan.draft_length * min(alternatives, self.vocabulary - 1)
+        outcomes, leaves = policy.forks and not self.guided, policy.drafts_first  # a guide follows one line
+        if self.in_step or self.ordered or not self.recorder.keeps_nothing:  # a round must end at the first own token
+            leaves = False
+        return min(int(plan.max_outcomes), most) * outcomes, min(int(plan.runners_up), most) * leaves
 
 
 def given_hooks(call: Call) -> list[SpeculationHook]:

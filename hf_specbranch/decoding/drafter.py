@@ -60,6 +60,7 @@ class Drafter:
         branches: the most branches at a branch point.
         outcomes: the most branches at chain positions where the verdict may end.
         leaves: the most runners-up to send beside a chain.
+        foresight: thinks of verdicts that end a chain early.
         hooks: the decisions where to stop, how wide to fork and how much to keep.
         limit: the longest a text may get.
         stats: where to count.
@@ -75,6 +76,7 @@ class Drafter:
         branches: int,
         outcomes: int,
         leaves: int,
+        foresight: Foresight,
         hooks: HookList,
         limit: int,
         stats: SpecBranchStats,
@@ -97,7 +99,7 @@ class Drafter:
         self.survived = desk.tensor("survived", (rows,), torch.bool)  # the line outlived a verdict
         self.fresh = desk.tensor("fresh", (rows,), torch.bool)  # the line comes straight from the draft stage
         self.count = desk.tensor("count", (rows,))  # tokens drafted in this round
-        self.leaves, self.foresight = leaves, Foresight(desk, line, gamma, branches, max(outcomes, leaves))
+        self.leaves, self.foresight = leaves, foresight
         self.chain_scores = self.branch_scores = None
         if line.generator is not None:
             self.chain_scores = desk.tensor("chain.scores", (rows, gamma, model.vocabulary), torch.float32)
