@@ -146,9 +146,9 @@ class Assembly:
         )
 
     def captures(self) -> int:
-        """How many stages have been captured so far."""
+        """How many graphs have been captured so far."""
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
-        return sum(runner.stages_captured for runner in runners)
+        return sum(runner.graphs_captured for runner in runners)
 
     def _after(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
         """These parts with a drafter for the plan."""

@@ -158,7 +158,7 @@ class Meter:
         stats: where forwards are counted, and legs noted.
         beside: where work is timed.
         text: where tokens are gained.
-        captures: says how many stages have been captured so far.
+        captures: says how many graphs have been captured so far.
     """
 
     def __init__(self, stats: SpecBranchStats, beside: Beside, text: Text, captures: Callable[[], int]) -> None:

@@ -20,7 +20,7 @@ _SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a mo
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
-BRANCHES = 192  # room for branches behind the text
+BRANCHES = 256  # room for branches behind the text
 
 
 @contextmanager

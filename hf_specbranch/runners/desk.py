@@ -59,7 +59,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.captures = 0  # stages recorded so far
+        self.captures = 0  # graphs recorded so far
         self.renew()
 
     def renew(self) -> None:

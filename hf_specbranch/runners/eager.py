@@ -27,7 +27,7 @@ class EagerRunner:
     """
 
     captures = False  # whether desks capture whole stages
-    stages_captured = 0  # so far
+    graphs_captured = 0  # so far
     runtime = "eager"
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:

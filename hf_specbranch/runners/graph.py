@@ -68,7 +68,7 @@ class GraphRunner(EagerRunner):
         return GraphMemory(self.device)
 
     @property
-    def stages_captured(self) -> int:  # type: ignore[override]
+    def graphs_captured(self) -> int:  # type: ignore[override]
         return self.graph_memory.captures
 
     def desk(self, settings: Hashable) -> Desk:
@@ -124,6 +124,7 @@ class GraphRunner(EagerRunner):
         padded = torch.zeros((rows, queries, size), dtype=torch.bool, device=self.device)
         padded[:, :, :shown] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
+        self.graph_memory.captures += 1
         graph = torch.cuda.CUDAGraph()
         with self.graph_memory.aside():
             self.forward_as_it_is(*buffers, **extra)  # libraries set themselves up outside the graph
