@@ -17,7 +17,7 @@ from hf_specbranch.heads.collect import collect
 from hf_specbranch.heads.dataset import CollectSettings, Manifest, labels, read_samples
 from hf_specbranch.heads.evaluate import EvalSettings, evaluate
 from hf_specbranch.heads.inputs import head_inputs
-from hf_specbranch.heads.train import TrainSettings, split_by_prompt, train
+from hf_specbranch.heads.train import TrainSettings, best_offsets, split_by_prompt, train
 
 from .heads import random_head
 from .models import VOCABULARY, attached, config, llama, prompt
@@ -201,6 +201,15 @@ def test_no_prompt_is_on_both_sides_of_the_split():
 def test_macro_f1_by_hand():
     truth, verdict = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 0, 2])
     assert metrics.macro_f1(truth, verdict) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+
+
+def test_offsets_raise_the_macro_f1_and_leave_a_perfect_head_alone():
+    torch.manual_seed(0)
+    truth = torch.multinomial(torch.tensor([0.2, 0.6, 0.2]), 2000, replacement=True)
+    logits = torch.nn.functional.one_hot(truth, 3) + torch.randn(2000, 3) + torch.tensor([0.5, 0.0, 0.3])
+    better = logits + best_offsets(logits, truth)
+    assert metrics.macro_f1(truth, better.argmax(-1)) > metrics.macro_f1(truth, logits.argmax(-1)) + 0.01
+    assert not best_offsets(10.0 * torch.nn.functional.one_hot(truth, 3), truth).any()
 
 
 def test_thresholds_keep_the_tokens_and_cut_the_rollback():
