@@ -25,7 +25,7 @@ from .simulate import Agreement, StepCosts, predict
 from .stats import Sum
 
 LENGTHS = (2, 4, 8, 12)
-SENDING = {True: (0.1,), False: (0.4, 0.1)}  # thresholds of confidence, by whether stages are captured
+SENDING = {True: (0.1,), False: (0.1, 0.4)}  # thresholds of confidence, by whether stages are captured
 RUNNERS_UP = (0, 4, 8, 12)  # beside a chain that is drafted before the pass
 BEYOND = ((0, 0), (4, 0), (12, 0), (4, 4), (12, 8))  # outcome branches and runners-up where branches are drafted too
 BETTER = 1.03  # a plan must promise so much more than the one under way
@@ -75,7 +75,8 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     for length, epsilon in product(lengths, sending):
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
         simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
-        found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in RUNNERS_UP]
+        counts = RUNNERS_UP if epsilon == sending[0] else RUNNERS_UP[:1]
+        found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in counts]
         for outcomes, leaves in BEYOND:
             branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
             found.append(replace(branching, runners_up=set_or(config.runners_up, leaves)))
@@ -130,20 +131,39 @@ def prices(stretches: Sequence[Stretch]) -> StepCosts:
         (0.009, 0.0005, 0.001)
     """
     alone = [each for each in stretches if not each.overlap]
-    a_pass, a_token = _line(each.verify for each in alone)
+    a_pass, a_token = _line(each.verify for each in alone)  # of all widths
     steps = [*(each.draft for each in stretches), *(each.branch for each in alone)]
     a_step, a_branch = _line(steps)
     parts = sum(each.draft.seconds + each.verify.seconds + each.branch.seconds for each in alone)
     loop = max(0.0, sum(each.seconds for each in alone) - parts) / sum(each.rounds for each in alone)
+    costs = StepCosts(a_pass + loop, a_token, a_step, a_branch, 0.0, _curve(alone, loop))
     saved = possible = 0.0
     for each in stretches:
         if each.overlap:
-            verify = each.verify.forwards * a_pass + (each.verify.positions - each.verify.forwards) * a_token
+            further = each.verify.positions / each.verify.forwards - 1
+            verify = each.verify.forwards * (costs.pass_over(round(further)) - loop)
             branch = each.branch.forwards * a_step + (each.branch.positions - each.branch.forwards) * a_branch
             saved += each.rounds * loop + each.draft.seconds + verify + branch - each.seconds
             possible += min(verify, branch)
     hidden = min(max(saved / possible, 0.0), 1.0) if possible > 0 else 0.0
-    return StepCosts(a_pass + loop, a_token, a_step, a_branch, hidden)
+    return replace(costs, hidden=hidden)
+
+
+def _curve(alone: Sequence[Stretch], loop: float) -> tuple[tuple[float, float], ...]:
+    """(further tokens, seconds) of the passes without overlap, the narrowest first; a wider pass is no faster.
+
+    A straight line would not do: on a CPU and in our kernels a pass over two tokens is a different thing from one over
+    one, and further ones cost little until a block is full.
+    """
+    sums: dict[int, Sum] = {}
+    for each in alone:
+        width = round(each.verify.positions / each.verify.forwards)
+        sums[width] = sums.get(width, Sum()) + each.verify
+    points, slowest = [], 0.0
+    for _, together in sorted(sums.items()):
+        slowest = max(slowest, together.seconds / together.forwards)
+        points.append((together.positions / together.forwards - 1, slowest + loop))
+    return tuple(points)
 
 
 def _line(sums: Iterable[Sum]) -> tuple[float, float]:

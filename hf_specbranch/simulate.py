@@ -44,6 +44,8 @@ class StepCosts:
         draft_step: the draft over one branch.
         draft_branch: each further branch in the same step.
         hidden: the part of drafting beside a pass that costs no time of its own: 0 none, 1 all.
+        passes: (further tokens, seconds) of passes that were timed, if any, by their width: between them times are
+            interpolated, and behind the last a token takes `target_token`.
 
     Example:
         >>> from hf_specbranch.simulate import StepCosts
@@ -57,6 +59,7 @@ class StepCosts:
     draft_step: float = 0.0
     draft_branch: float = 0.0
     hidden: float = 0.0
+    passes: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.target_pass <= 0 or min(self.target_token, self.draft_step, self.draft_branch) < 0:
@@ -98,9 +101,25 @@ class StepCosts:
             total += each.steps_before * self.draft_step + verify + ahead - hidden * min(verify, ahead)
         return total
 
+    def pass_over(self, sent: int) -> float:
+        """Seconds of a pass over one token and so many further ones."""
+        if not self.passes:
+            return self.target_pass + sent * self.target_token
+        before, after = self.passes[0], self.passes[-1]
+        for known in self.passes:
+            if known[0] <= sent:
+                before = known
+            else:
+                after = known
+                break
+        if after[0] <= sent:
+            return after[1] + (sent - after[0]) * self.target_token
+        share = (sent - before[0]) / (after[0] - before[0])
+        return before[1] + share * (after[1] - before[1])
+
     def parts(self, each: Round) -> tuple[float, float]:
         """The pass, and the drafting that may run beside it."""
-        verify = self.target_pass + each.sent * self.target_token
+        verify = self.pass_over(each.sent)
         return verify, each.steps_beside * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
 
 

@@ -17,7 +17,7 @@ from hf_specbranch.decoding import planning
 from hf_specbranch.planner import Stretch, choose, plans_within, prices, usual_costs
 from hf_specbranch.runners.desk import CapturedDesk
 from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.simulate import Agreement, StepCosts, predict, record_agreement
+from hf_specbranch.simulate import Agreement, StepCosts, predict, record_agreement, replay
 from hf_specbranch.stats import Sum
 
 from .models import assert_counts_add_up, attached, noisy_copy, prompt
@@ -236,6 +236,43 @@ def test_prices_explain_the_rounds_they_come_from(a_pass, token, step, branch, h
     assert found.hidden == pytest.approx(hidden, abs=1e-3)
 
 
+def test_passes_are_priced_between_the_widths_that_were_timed():
+    timed = [
+        Stretch(4, 4, 0.04 * t, False, Sum(), Sum(0.04 * t, 4, 4 * q), Sum()) for q, t in ((1, 1), (5, 2), (9, 1.9))
+    ]
+    costs = prices(timed)
+    assert [round(100 * costs.pass_over(sent), 2) for sent in (0, 2, 4, 8)] == [1.0, 1.5, 2.0, 2.0]  # never faster
+    assert costs.pass_over(12) > costs.pass_over(8)
+
+
+def test_a_surprise_is_thought_over_and_remembered():
+    known, plans = planning.Knowledge(), every_plan()
+    planner = planning.Planner(plans, True, "here", known, None, lambda: [NEVER], lambda: 10)
+    legs, leg = planner.legs(), None
+    while leg is None or leg.predicted is None:
+        leg = legs.send(None if leg is None else priced(leg, NEVER))
+    assert leg.plan.policy == "autoregressive"
+    planner.agreements = lambda: [ALWAYS, ALWAYS]
+    leg = legs.send(priced(leg, ALWAYS))  # a plan without a draft is always thought over
+    assert leg.plan.max_draft_length == 12 and leg.plan.policy != "autoregressive"
+    as_predicted = priced(leg, ALWAYS)
+    assert legs.send(as_predicted).plan == leg.plan and known.choices[planner.situation].plan == leg.plan
+    planner.agreements = lambda: [NEVER, NEVER]
+    assert legs.send(priced(leg, NEVER)).plan.policy == "autoregressive"
+
+
+def priced(leg, agreement):
+    """What a leg takes at the prices of a cheap draft."""
+    played = replay(agreement, leg.plan, captured=True)[: leg.rounds]
+    parts = [CHEAP_DRAFT.parts(each) for each in played]
+    steps, beside = sum(each.steps_before for each in played), sum(each.steps_beside for each in played)
+    draft = Sum(steps * CHEAP_DRAFT.draft_step, steps, steps)
+    verify = Sum(sum(t for t, _ in parts), len(played), sum(1 + each.sent for each in played))
+    branch = Sum(sum(b for _, b in parts), beside, sum(each.steps_beside * each.width for each in played))
+    tokens = sum(each.committed for each in played)
+    return Stretch(len(played), tokens, CHEAP_DRAFT.seconds(played, leg.overlap), leg.overlap, draft, verify, branch)
+
+
 def test_usual_costs_follow_the_size_of_the_models(target, draft):
     larger = copy.deepcopy(target)
     larger.lm_head = torch.nn.Linear(32, 4000)
@@ -284,9 +321,9 @@ def test_costs_are_measured_once_for_a_pair_and_again_when_the_context_has_doubl
         model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, assistant_model=draft)
         return sum(leg["predicted_tokens_per_second"] is None for leg in model.specbranch_stats.plans)
 
-    assert explored(7, 50) == 6  # two legs each, of which the second is timed
-    assert explored(7, 50) == 0
-    assert explored(130, 50) == 6
+    assert explored(7, 100) == 10  # two legs each, of which the second is timed
+    assert explored(7, 100) == 0
+    assert explored(130, 100) == 10
     model.detach_specbranch()
     assert not planning._KNOWN.get(model)
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
 CHEAP = 50  # a draft is that has so many times fewer parameters than its target
-WINDOW, CONTEXT, FEWEST = 192, 512, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
+WINDOW, CONTEXT, FEWEST = 128, 512, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
 
 
 class Assembly:
@@ -89,7 +89,7 @@ class Assembly:
         return config.policy == "auto" and self.draft_runner is not None and not special and not watched
 
     def parts(self) -> Parts:
-        """Everything a loop needs, after the first plan."""
+        """Everything a loop needs but a drafter."""
         call = self.call
         desk = self._desk(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
@@ -99,8 +99,7 @@ class Assembly:
         layers = self.given.feature_layers
         judge = Judge(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
         target = self._target(desk, text)
-        nobody, books = NoDrafter(judge.nothing), Books(self.stats, depth=0)
-        return self._after(self.plans[0], Parts(target, nobody, judge, text, self.recorder, books))
+        return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))
 
     def change(self, plan: SpecBranchConfig, parts: Parts, feedback: Feedback) -> tuple[Parts, Feedback]:
         """The same text, to be continued after another plan.
@@ -111,15 +110,15 @@ class Assembly:
         text = parts.text
         parts.books.close()
         parts.target.read_what_was_skipped()
-        parts = self._after(plan, parts)
+        parts = self.with_drafter(plan, parts)
         text.told[3] = NONE  # no branch lives on
         parts.drafter.prefill(max(text.lengths))
         return parts, feedback._replace(told=text.told.to(parts.drafter.device), moved=False, line_ended=True)
 
     def agreements(self, text: Text) -> list[Agreement]:
-        """How the draft does on the text of the first unfinished row; nothing while that is short."""
+        """How the draft does on the text of the first row that goes on, if any does; nothing while that is short."""
         assert self.call.draft is not None
-        row = text.done.index(False)
+        row = 0 if text.finished else text.done.index(False)
         new, length = len(text.new[row]), text.lengths[row]
         if new < FEWEST:
             return []
@@ -150,8 +149,8 @@ class Assembly:
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         return sum(runner.graphs_captured for runner in runners)
 
-    def _after(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
-        """These parts with a drafter for the plan."""
+    def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
+        """These parts, and a drafter for the plan."""
         policy = POLICIES[plan.policy]
         if self.draft_runner is None or not policy.drafts:
             return parts._replace(drafter=NoDrafter(parts.judge.nothing), books=Books(self.stats, depth=0))

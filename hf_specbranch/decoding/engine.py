@@ -106,11 +106,10 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
         assembly = Assembly(call, runner, draft_runner, recorder, stats)
         parts = assembly.parts()
-        if call.observer is not None:
-            parts = call.observer(parts)
         text, draft_device = parts.text, (draft_runner or runner).device
         with Beside(parts.target.device, draft_device, stats, inline=text.fixed) as beside:
-            follow_plans(assembly, parts, beside)
+            follow = follow_plan if len(assembly.plans) == 1 else follow_planner
+            follow(assembly, parts, beside)
         if call.streamer is not None:
             call.streamer.end()
         stats.new_tokens = text.gained
@@ -119,28 +118,38 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         return _make_output(call, parts.target, text, recorder, stats), stats
 
 
-def follow_plans(assembly: Assembly, parts: Parts, beside: Beside) -> None:
-    """Generate the text, leg by leg where there is something to choose."""
-    text, plan, feedback = parts.text, assembly.plans[0], read_prompt(parts)
-    if len(assembly.plans) == 1:
-        beside.overlap = plan.overlap and POLICIES[plan.policy].drafts_ahead
-        rounds(parts, beside, feedback, lambda: True)
-        beside.take()
-        return
-    legs, meter = assembly.planner(text).legs(), Meter(assembly.stats, beside, text, assembly.captures)
+def follow_plan(assembly: Assembly, parts: Parts, beside: Beside) -> None:
+    """Generate the text where there is nothing to choose."""
+    plan = assembly.plans[0]
+    parts = assembly.with_drafter(plan, parts)
+    if assembly.call.observer is not None:
+        parts = assembly.call.observer(parts)
+    beside.overlap = plan.overlap and POLICIES[plan.policy].drafts_ahead
+    rounds(parts, beside, read_prompt(parts), lambda: True)
+    beside.take()
+
+
+def follow_planner(assembly: Assembly, parts: Parts, beside: Beside) -> None:
+    """Generate the text leg by leg."""
+    text = parts.text
+    planner, meter = assembly.planner(text), Meter(assembly.stats, beside, text, assembly.captures)
+    legs = planner.legs()
     leg = next(legs)
+    plan = leg.plan
+    parts = assembly.with_drafter(plan, parts)
+    feedback = read_prompt(parts)
     while not text.finished:
         if leg.plan != plan:
             plan = leg.plan
             parts, feedback = assembly.change(plan, parts, feedback)
-            meter.start()
+        meter.start()
         beside.overlap = leg.overlap
-        turns = iter(range(leg.rounds))
-        feedback = rounds(parts, beside, feedback, partial(_any_left, turns))
+        feedback = rounds(parts, beside, feedback, partial(_any_left, iter(range(leg.rounds))))
         took = meter.read(leg)
-        if not text.finished:
+        if text.finished:
+            planner.learn(leg, took)
+        else:
             leg = legs.send(took)
-            meter.start()
 
 
 def _any_left(turns: Iterator[int]) -> bool:

@@ -1,8 +1,8 @@
 """When to measure, when to look again, and what is remembered of a pair: the planner at work in a generation.
 
 A generation goes in legs: some rounds after one plan. Costs are measured over the first legs at each length of context
-(without overlap, with it, and without a draft), once for a pair; then the best plan is followed, and thought over when
-it does not do as predicted.
+(with overlap, without it, and over passes of several widths), once for a pair; then the best plan is followed, and
+thought over when it does not do as predicted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..simulate import Agreement, StepCosts, predict
 from ..stats import SpecBranchStats
 from .text import Text
 
-WARM_UP, TIMED = 3, 6  # rounds; the first of a plan may set things up
+WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
 TRIES = 4  # a leg in which a stage was captured is timed again, but not for ever
-LEARNING = 24  # rounds before the first choice where nothing may be timed
-CHECK = 64  # rounds until the first look at how a plan does; then twice as many each time
-AS_PREDICTED = 0.15  # how far off a plan may be without being thought over
+LEARNING = 24  # rounds before the first choice where nothing is known
+CHECK = 48  # rounds until the first look at how a plan does; then twice as many each time
+AS_PREDICTED = 0.2  # how far off a plan may be without being thought over
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -44,8 +44,7 @@ class Leg(NamedTuple):
 class Knowledge:
     """What earlier generations of a pair have shown; `situation` stands for what costs depend on."""
 
-    # The last leg after each policy, with overlap and without, by situation.
-    timed: dict[Hashable, dict[tuple[str, bool], Stretch]] = field(default_factory=dict)
+    timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], Stretch]] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # what a plan did over what was predicted
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=2))
@@ -111,43 +110,56 @@ class Planner:
     def _by_measured_costs(self) -> Generator[Leg, Stretch, None]:
         choice, rounds = self.known.choices.get(self.situation), CHECK
         while True:
-            timed = self.known.timed.setdefault(self.situation, {})
-            yield from self._measure(timed)
-            if choice is None:
-                choice = self._choose(prices(list(timed.values())), self.plans[0], None)
-            self.known.choices[self.situation] = choice
-            plan, predicted = choice
-            took = yield Leg(plan, rounds, plan.overlap, predicted)
+            yield from self._measure()
+            plan, predicted = choice or self._choose(self.plans[0]) or (self.plans[0], None)
+            leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted)
+            choice = self.learn(leg, (yield leg))
             rounds *= 2
-            if not took.disturbed:
-                timed[plan.policy, plan.overlap] = took
+
+    def _measure(self) -> Generator[Leg, Stretch, None]:
+        """Time what was not timed yet: both models one after the other, at once, and passes of other widths."""
+        first, simple = self.plans[0], [plan for plan in self.plans if plan.policy == "vanilla"]
+        simple.sort(key=lambda plan: plan.draft_length + int(plan.runners_up))
+        none = next(plan for plan in self.plans if plan.policy == "autoregressive")
+        middle, widest = simple[len(simple) // 2], simple[-1]
+        alone = [(plan, False) for plan in (first, none, middle, widest)]
+        for plan, overlap in [(first, first.overlap), *alone]:
+            if (plan, overlap) not in self.timed:
+                yield Leg(plan, WARM_UP, overlap)
+                for _ in range(TRIES):
+                    self.timed[plan, overlap] = took = yield Leg(plan, TIMED, overlap)
+                    if not took.disturbed:
+                        break
+
+    @property
+    def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
+        """The last leg after each plan, with overlap and without, in this situation."""
+        return self.known.timed.setdefault(self.situation, {})
+
+    def learn(self, leg: Leg, took: Stretch) -> Choice | None:
+        """Remember what a leg took, and say what to do next, the same again or something else."""
+        if leg.predicted is None or self.usual is not None:
+            return None
+        choice = Choice(leg.plan, leg.predicted)
+        if took.rounds >= TIMED and not took.disturbed:
+            self.timed[leg.plan, leg.overlap] = took
+            off = abs(took.tokens_per_second / leg.predicted - 1)
             # Without a draft nothing is seen of what it could do.
-            if plan.policy == "autoregressive" or abs(took.tokens_per_second / predicted - 1) > AS_PREDICTED:
-                choice = self._choose(prices(list(timed.values())), plan, took)
+            if off > AS_PREDICTED or leg.plan.policy == "autoregressive":
+                choice = self._choose(leg.plan, took) or choice
+        self.known.choices[self.situation] = choice
+        return choice
 
-    def _measure(self, timed: dict[tuple[str, bool], Stretch]) -> Generator[Leg, Stretch, None]:
-        """Time what was not timed yet: both models one after the other, at once, and the target alone."""
-        first, none = self.plans[0], next(each for each in self.plans if each.policy == "autoregressive")
-        for plan, overlap in ((first, False), (first, first.overlap), (none, False)):
-            if (plan.policy, overlap) in timed:
-                continue
-            yield Leg(plan, WARM_UP, overlap)
-            for _ in range(TRIES):
-                took = yield Leg(plan, TIMED, overlap)
-                timed[plan.policy, overlap] = took
-                if not took.disturbed:
-                    break
-
-    def _choose(self, costs: StepCosts, plan: SpecBranchConfig, took: Stretch | None) -> Choice:
-        """Think it over, on this text and on the last ones."""
-        known = self.known
+    def _choose(self, plan: SpecBranchConfig, took: Stretch | None = None) -> Choice | None:
+        """Think it over, on this text and on the last ones; None while there is nothing to think about."""
+        known, costs = self.known, prices(list(self.timed.values()))
         if found := self.agreements():
             known.agreements.extend(found)
-            if took is not None and not took.disturbed:
+            if took is not None:
                 expected = predict(found, plan, costs, self.captured).tokens_per_second
                 known.ratios[plan] = (known.ratios.get(plan, 1.0) + took.tokens_per_second / expected) / 2
         if not known.agreements:
-            return Choice(plan, took.tokens_per_second if took else 1.0)
+            return None
         return choose(self.plans, list(known.agreements), costs, self.captured, plan, known.ratios)
 
 
@@ -163,7 +175,6 @@ class Meter:
 
     def __init__(self, stats: SpecBranchStats, beside: Beside, text: Text, captures: Callable[[], int]) -> None:
         self.stats, self.beside, self.text, self.captures = stats, beside, text, captures
-        self.start()
 
     def start(self) -> None:
         """What comes from here on belongs to the next leg."""
