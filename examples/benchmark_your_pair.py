@@ -44,9 +44,10 @@ def main(argv: list[str] | None = None) -> None:
     for name, speed in found.measured.items():
         print(f"{name:<36}{speed:8.1f} tokens/s, {found.predicted[name]:8.1f} predicted")
     print("\nspecbranch on other machines, predicted, against decoding without a draft there:")
+    branching = SpecBranchConfig(policy="specbranch")
     for ratio in (5, 20, 40):
         costs = found.costs.at_ratio(ratio)
-        one, two = (predict(agreements, SpecBranchConfig(), costs.on_gpus(count)).speedup for count in (1, 2))
+        one, two = (predict(agreements, branching, costs.on_gpus(count)).speedup for count in (1, 2))
         print(f"a draft {ratio:>2} times as fast as the target: {one:.2f}x on one device, {two:.2f}x on two")
 
 

@@ -34,7 +34,8 @@ def main(max_new_tokens: int = 64) -> None:
     inputs = tokenizer("class Stack:\n    def __init__(self):\n", return_tensors="pt")
     texts = []
     for name, hooks in (("built-in rules", []), ("with the hook", [StopAtLineEnd(tokenizer)])):
-        out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, speculation_hooks=hooks)
+        asked = {"max_new_tokens": max_new_tokens, "do_sample": False, "specbranch": {"policy": "specbranch"}}
+        out = model.generate(**inputs, **asked, speculation_hooks=hooks)
         stats = model.specbranch_stats
         print(
             f"{name}: {stats.mean_acceptance_length:.2f} tokens a pass, {stats.rollback_tokens} rolled back, "

@@ -30,7 +30,8 @@ def main(prompts: int = 16, new_tokens: int = 48, epochs: int = 10) -> None:
     model = specbranch(target, draft=draft)
     inputs = tokenizer(unseen.prompt, return_tensors="pt")
     for name, chosen in (("confidence alone", None), ("with the head", head)):
-        model.generate(**inputs, length_head=chosen, max_new_tokens=new_tokens, do_sample=False)
+        asked = {"max_new_tokens": new_tokens, "do_sample": False, "specbranch": {"policy": "specbranch"}}
+        model.generate(**inputs, **asked, length_head=chosen)
         stats = model.specbranch_stats
         print(f"{name}: {stats.rollback_rate:.0%} rolled back, {stats.mean_acceptance_length:.2f} tokens a pass")
 

@@ -145,6 +145,7 @@ class PairRunner:
         layers = tuple(range(last - settings.num_layers + 1, last + 1))
         recorder = LineRecorder(self.model, layers, settings.gamma, settings.drafted_tokens, seed)
         config = SpecBranchConfig(
+            policy="specbranch",
             max_draft_length=settings.gamma,
             confidence_threshold=settings.confidence_threshold,
             max_branches=settings.max_branches,

@@ -163,6 +163,7 @@ def measure_runs(
 ) -> list[dict[str, Any]]:
     """Each method at each temperature over all prompts, same gamma, same seeds."""
     config = SpecBranchConfig(
+        policy="specbranch",
         max_draft_length=head.config.gamma,
         confidence_threshold=head.config.confidence_threshold,
         max_branches=settings.max_branches,
