@@ -25,9 +25,10 @@ from .simulate import Agreement, StepCosts, predict
 from .stats import Sum
 
 LENGTHS = (2, 4, 8, 12)
-SENDING = {True: (0.1,), False: (0.1, 0.4)}  # thresholds of confidence, by whether stages are captured
-RUNNERS_UP = (0, 4, 8, 12)  # beside a chain that is drafted before the pass
-BEYOND = ((0, 0), (4, 0), (12, 0), (4, 4), (12, 8))  # outcome branches and runners-up where branches are drafted too
+# By whether stages are captured: thresholds of confidence; outcome branches and runners-up where branches are drafted.
+SENDING = {True: (0.1,), False: (0.1, 0.4)}
+BEYOND = {True: ((0, 0), (12, 0), (4, 4), (12, 8)), False: ((0, 0), (4, 4))}
+RUNNERS_UP = (0, 4, 8)  # beside a chain that is drafted before the pass
 BETTER = 1.03  # a plan must promise so much more than the one under way
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
@@ -77,7 +78,7 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
         simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
         counts = RUNNERS_UP if epsilon == sending[0] else RUNNERS_UP[:1]
         found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in counts]
-        for outcomes, leaves in BEYOND:
+        for outcomes, leaves in BEYOND[captured]:
             branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
             found.append(replace(branching, runners_up=set_or(config.runners_up, leaves)))
     none = replace(found[0], policy="autoregressive", runners_up=0)
