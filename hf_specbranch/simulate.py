@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from .agreement import ABSENT, Agreement, load_agreements, read_agreement, record_agreement, save_agreements
@@ -105,17 +106,13 @@ class StepCosts:
         """Seconds of a pass over one token and so many further ones."""
         if not self.passes:
             return self.target_pass + sent * self.target_token
-        before, after = self.passes[0], self.passes[-1]
-        for known in self.passes:
-            if known[0] <= sent:
-                before = known
-            else:
-                after = known
-                break
-        if after[0] <= sent:
-            return after[1] + (sent - after[0]) * self.target_token
-        share = (sent - before[0]) / (after[0] - before[0])
-        return before[1] + share * (after[1] - before[1])
+        if sent <= self.passes[0][0]:
+            return self.passes[0][1]
+        for (low, fast), (high, slow) in pairwise(self.passes):
+            if sent <= high:
+                return fast + (sent - low) / (high - low) * (slow - fast)
+        widest, seconds = self.passes[-1]
+        return seconds + (sent - widest) * self.target_token
 
     def parts(self, each: Round) -> tuple[float, float]:
         """The pass, and the drafting that may run beside it."""

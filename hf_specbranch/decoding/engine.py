@@ -147,7 +147,7 @@ def follow_planner(assembly: Assembly, parts: Parts, beside: Beside) -> None:
         feedback = rounds(parts, beside, feedback, partial(_any_left, iter(range(leg.rounds))))
         took = meter.read(leg)
         if text.finished:
-            planner.learn(leg, took)
+            planner.end(leg, took)
         else:
             leg = legs.send(took)
 

@@ -27,7 +27,8 @@ WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
 TRIES = 4  # a leg in which a stage was captured is timed again, but not for ever
 LEARNING = 24  # rounds before the first choice where nothing is known
 CHECK = 48  # rounds until the first look at how a plan does; then twice as many each time
-AS_PREDICTED = 0.2  # how far off a plan may be without being thought over
+AS_PREDICTED = 0.9, 1.25  # a plan may do so much of what was predicted without being thought over
+REFRESH = 16  # generations after which the oldest measurement is taken again; in the beginning sooner
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -47,6 +48,7 @@ class Knowledge:
     timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], Stretch]] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # what a plan did over what was predicted
+    generations: int = 0
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=2))
 
 
@@ -127,7 +129,9 @@ class Planner:
             if (plan, overlap) not in self.timed:
                 yield Leg(plan, WARM_UP, overlap)
                 for _ in range(TRIES):
-                    self.timed[plan, overlap] = took = yield Leg(plan, TIMED, overlap)
+                    leg = Leg(plan, TIMED, overlap)
+                    took = yield leg
+                    self._note(leg, took)
                     if not took.disturbed:
                         break
 
@@ -136,16 +140,32 @@ class Planner:
         """The last leg after each plan, with overlap and without, in this situation."""
         return self.known.timed.setdefault(self.situation, {})
 
+    def _note(self, leg: Leg, took: Stretch) -> None:
+        self.timed.pop((leg.plan, leg.overlap), None)
+        self.timed[leg.plan, leg.overlap] = took  # the latest last
+
+    def end(self, leg: Leg, took: Stretch) -> None:
+        """Remember the last leg too, and have what was measured first measured again from time to time.
+
+        A machine may have been busy when it was measured, and what is not run again would never be seen in its true
+        light.
+        """
+        self.learn(leg, took)
+        self.known.generations = count = self.known.generations + 1
+        if self.timed and (count % REFRESH == 0 or count & (count - 1) == 0):
+            del self.timed[next(iter(self.timed))]
+            self.known.choices.pop(self.situation, None)
+
     def learn(self, leg: Leg, took: Stretch) -> Choice | None:
         """Remember what a leg took, and say what to do next, the same again or something else."""
         if leg.predicted is None or self.usual is not None:
             return None
         choice = Choice(leg.plan, leg.predicted)
         if took.rounds >= TIMED and not took.disturbed:
-            self.timed[leg.plan, leg.overlap] = took
-            off = abs(took.tokens_per_second / leg.predicted - 1)
+            self._note(leg, took)
+            least, most = (share * leg.predicted for share in AS_PREDICTED)
             # Without a draft nothing is seen of what it could do.
-            if off > AS_PREDICTED or leg.plan.policy == "autoregressive":
+            if not least < took.tokens_per_second < most or leg.plan.policy == "autoregressive":
                 choice = self._choose(leg.plan, took) or choice
         self.known.choices[self.situation] = choice
         return choice
