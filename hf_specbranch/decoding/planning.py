@@ -27,8 +27,8 @@ WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
 TRIES = 4  # a leg in which a stage was captured is timed again, but not for ever
 LEARNING = 24  # rounds before the first choice where nothing is known
 CHECK = 48  # rounds until the first look at how a plan does; then twice as many each time
-AS_PREDICTED = 0.9, 1.25  # a plan may do so much of what was predicted without being thought over
-REFRESH = 16  # generations after which the oldest measurement is taken again; in the beginning sooner
+AS_PREDICTED = 0.85, 1.3  # a plan may do so much of what was predicted without being thought over
+REFRESH = 4, 16  # generations after which the oldest measurement is taken again; the last number again and again
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -152,7 +152,7 @@ class Planner:
         """
         self.learn(leg, took)
         self.known.generations = count = self.known.generations + 1
-        if self.timed and (count % REFRESH == 0 or count & (count - 1) == 0):
+        if self.timed and (count in REFRESH or count % REFRESH[-1] == 0):
             del self.timed[next(iter(self.timed))]
             self.known.choices.pop(self.situation, None)
 
