@@ -329,6 +329,18 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
     assert not planning._KNOWN.get(model)
 
 
+def test_a_context_that_doubles_in_mid_leg_is_measured_anew(monkeypatch, target, draft, stranger):
+    monkeypatch.setattr(planning, "SHORTEST", 8)
+    monkeypatch.setattr(planning, "CHECK", 5)
+    monkeypatch.setattr(planning, "AS_PREDICTED", (1.0, 1.0))  # everything is a surprise
+    for small in (draft, stranger):
+        model = attached(target)
+        run = {**prompt(), "max_new_tokens": 240, "do_sample": False, "eos_token_id": None}
+        for _ in range(2):
+            assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
+        assert len(planning.knowledge_of(model, small).timed) > 2
+
+
 def test_settled_policies_are_not_planned(target, draft):
     model = attached(target)
     for policy in ("vanilla", "specbranch", "autoregressive"):

@@ -172,7 +172,10 @@ class Planner:
 
     def _choose(self, plan: SpecBranchConfig, took: Stretch | None = None) -> Choice | None:
         """Think it over, on this text and on the last ones; None while there is nothing to think about."""
-        known, costs = self.known, prices(list(self.timed.values()))
+        known, timed = self.known, list(self.timed.values())
+        if all(each.overlap for each in timed):  # the context has just doubled: nothing is measured yet
+            return None
+        costs = prices(timed)
         if found := self.agreements():
             known.agreements.extend(found)
             if took is not None:
