@@ -262,16 +262,16 @@ def test_a_surprise_is_thought_over_and_remembered():
     assert legs.send(priced(leg, NEVER)).plan.policy == "autoregressive"
 
 
-def priced(leg, agreement):
-    """What a leg takes at the prices of a cheap draft."""
+def priced(leg, agreement, costs=CHEAP_DRAFT):
+    """What a leg takes at these prices."""
     played = replay(agreement, leg.plan, captured=True)[: leg.rounds]
-    parts = [CHEAP_DRAFT.parts(each) for each in played]
+    parts = [costs.parts(each) for each in played]
     steps, beside = sum(each.steps_before for each in played), sum(each.steps_beside for each in played)
-    draft = Sum(steps * CHEAP_DRAFT.draft_step, steps, steps)
+    draft = Sum(steps * costs.draft_step, steps, steps)
     verify = Sum(sum(t for t, _ in parts), len(played), sum(1 + each.sent for each in played))
     branch = Sum(sum(b for _, b in parts), beside, sum(each.steps_beside * each.width for each in played))
     tokens = sum(each.committed for each in played)
-    return Stretch(len(played), tokens, CHEAP_DRAFT.seconds(played, leg.overlap), leg.overlap, draft, verify, branch)
+    return Stretch(len(played), tokens, costs.seconds(played, leg.overlap), leg.overlap, draft, verify, branch)
 
 
 def test_usual_costs_follow_the_size_of_the_models(target, draft):
@@ -329,16 +329,17 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
     assert not planning._KNOWN.get(model)
 
 
-def test_a_context_that_doubles_in_mid_leg_is_measured_anew(monkeypatch, target, draft, stranger):
-    monkeypatch.setattr(planning, "SHORTEST", 8)
-    monkeypatch.setattr(planning, "CHECK", 5)
-    monkeypatch.setattr(planning, "AS_PREDICTED", (1.0, 1.0))  # everything is a surprise
-    for small in (draft, stranger):
-        model = attached(target)
-        run = {**prompt(), "max_new_tokens": 240, "do_sample": False, "eos_token_id": None}
-        for _ in range(2):
-            assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
-        assert len(planning.knowledge_of(model, small).timed) > 2
+def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
+    plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
+    planner = planning.Planner(plans, True, "here", planning.Knowledge(), None, lambda: [ALWAYS], lambda: 10)
+    two_gpus = StepCosts(0.004, 0.0, 4e-4, 0.0, hidden=1.0)
+    legs, leg = planner.legs(), None
+    while leg is None or leg.predicted is None:
+        leg = legs.send(None if leg is None else priced(leg, ALWAYS, two_gpus))
+    assert leg.overlap
+    planner.context = lambda: 5000
+    leg = legs.send(priced(leg, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
+    assert leg.predicted is None and leg.rounds == planning.WARM_UP
 
 
 def test_settled_policies_are_not_planned(target, draft):
