@@ -19,7 +19,7 @@ DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.1
 # for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
 CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
 OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
-RUNNERS_UP = 8
+RUNNERS_UP = 6  # with a chain of 8, the token before it and the one that is read again: 16, a block of our kernels
 
 
 @dataclass(frozen=True)

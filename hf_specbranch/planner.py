@@ -27,8 +27,9 @@ from .stats import Sum
 LENGTHS = (2, 4, 8, 12)
 # By whether stages are captured: thresholds of confidence; outcome branches and runners-up where branches are drafted.
 SENDING = {True: (0.1,), False: (0.1, 0.4)}
-BEYOND = {True: ((0, 0), (12, 0), (4, 4), (12, 8)), False: ((0, 0), (4, 4))}
+BEYOND = {True: ((0, 0), (12, 0), (4, 4), (12, 6)), False: ((0, 0), (4, 4))}
 RUNNERS_UP = (0, 4, 8)  # beside a chain that is drafted before the pass
+BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
 BETTER = 1.03  # a plan must promise so much more than the one under way
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
@@ -82,7 +83,14 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
             branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
             found.append(replace(branching, runners_up=set_or(config.runners_up, leaves)))
     none = replace(found[0], policy="autoregressive", runners_up=0)
-    return list(dict.fromkeys([none, *found]))
+    narrow = [plan for plan in found if not captured or width(plan) <= BLOCK]
+    return list(dict.fromkeys([none, *(narrow or found)]))
+
+
+def width(plan: SpecBranchConfig) -> int:
+    """Tokens in a pass of the target: the last one, the chain, runners-up, and with these the token before the last."""
+    leaves = int(plan.runners_up)
+    return 1 + plan.draft_length + (1 + leaves if leaves else 0)
 
 
 def set_or(given: int | str, count: int) -> int:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..planner import Choice, Stretch, choose, described, prices
+from ..planner import Choice, Stretch, choose, described, prices, width
 from ..runners.placement import Beside
 from ..simulate import Agreement, StepCosts, predict
 from ..stats import SpecBranchStats
@@ -121,7 +121,7 @@ class Planner:
     def _measure(self) -> Generator[Leg, Stretch, None]:
         """Time what was not timed yet: both models one after the other, at once, and passes of other widths."""
         first, simple = self.plans[0], [plan for plan in self.plans if plan.policy == "vanilla"]
-        simple.sort(key=lambda plan: plan.draft_length + int(plan.runners_up))
+        simple.sort(key=width)
         none = next(plan for plan in self.plans if plan.policy == "autoregressive")
         middle, widest = simple[len(simple) // 2], simple[-1]
         alone = [(plan, False) for plan in (first, none, middle, widest)]
