@@ -8,18 +8,21 @@ BIN := $(VENV)/bin
 # Test processes at a time; each uses one thread.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint docs clean
+.PHONY: demo test test-all environments lint docs clean
 
 demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
 	$(BIN)/python examples/demo.py
 
-test: lint $(COMPAT)/.ready  ## lint, types, the suite on the newest transformers, a subset on the oldest
+test: environments lint  ## lint, types, the suite on the newest transformers, a subset on the oldest
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m "compat and not slow"
 
-test-all: lint $(COMPAT)/.ready  ## the same, with the long tests
+test-all: environments lint  ## the same, with the long tests
 	$(BIN)/python -m pytest -n $(JOBS)
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m compat
+
+environments:  ## both at the same time
+	$(MAKE) --no-print-directory -j 2 $(VENV)/.ready $(COMPAT)/.ready
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
