@@ -3,7 +3,7 @@
 The model is that of `simulate`. A plan is played on the text so far, round by round as the loop would go, and its
 rounds are priced:
 
-    a pass over q tokens          t(q) = t(1) + (q - 1) * a token
+    a pass over q tokens          t(q), interpolated between the widths that were timed
     a draft step over w branches  d(w) = d(1) + (w - 1) * a branch
     a round                       loop + S + t(q) + B - hidden * min(t(q), B)
 
@@ -28,7 +28,7 @@ LENGTHS = (2, 4, 8, 12)
 # By whether stages are captured: thresholds of confidence; outcome branches and runners-up where branches are drafted.
 SENDING = {True: (0.1,), False: (0.1, 0.4)}
 BEYOND = {True: ((0, 0), (12, 0), (4, 4), (12, 6)), False: ((0, 0), (4, 4))}
-RUNNERS_UP = (0, 4, 8)  # beside a chain that is drafted before the pass
+LEAVES = (0, 4, 8)  # runners-up beside a chain that is drafted before the pass
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
 BETTER = 1.03  # a plan must promise so much more than the one under way
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
@@ -77,7 +77,7 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     for length, epsilon in product(lengths, sending):
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
         simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
-        counts = RUNNERS_UP if epsilon == sending[0] else RUNNERS_UP[:1]
+        counts = LEAVES if epsilon == sending[0] else LEAVES[:1]
         found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in counts]
         for outcomes, leaves in BEYOND[captured]:
             branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))

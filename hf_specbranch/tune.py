@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
+from .planner import WORTH_OVERLAPPING
 from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement, settled
 from .step_costs import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
 
@@ -19,7 +20,6 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 BRANCHES = (1, 2, 4, 8)
 POLICIES = ("vanilla", "pearl", "specbranch")
-WORTH_OVERLAPPING = 0.05  # the least hidden part for which overlap is switched on
 
 
 class Ranked(NamedTuple):

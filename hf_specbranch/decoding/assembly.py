@@ -111,7 +111,7 @@ class Assembly:
         parts.books.close()
         parts.target.read_what_was_skipped()
         parts = self.with_drafter(plan, parts)
-        text.told[3] = NONE  # no branch lives on
+        text.survivor.fill_(NONE)  # whichever it was
         parts.drafter.prefill(max(text.lengths))
         return parts, feedback._replace(told=text.told.to(parts.drafter.device), moved=False, line_ended=True)
 

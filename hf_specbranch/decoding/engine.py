@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def follow_plan(assembly: Assembly, parts: Parts, beside: Beside) -> None:
     if assembly.call.observer is not None:
         parts = assembly.call.observer(parts)
     beside.overlap = plan.overlap and POLICIES[plan.policy].drafts_ahead
-    rounds(parts, beside, read_prompt(parts), lambda: True)
+    rounds(parts, beside, read_prompt(parts), count())
     beside.take()
 
 
@@ -144,16 +144,12 @@ def follow_planner(assembly: Assembly, parts: Parts, beside: Beside) -> None:
             parts, feedback = assembly.change(plan, parts, feedback)
         meter.start()
         beside.overlap = leg.overlap
-        feedback = rounds(parts, beside, feedback, partial(_any_left, iter(range(leg.rounds))))
+        feedback = rounds(parts, beside, feedback, range(leg.rounds))
         took = meter.read(leg)
         if text.finished:
             planner.end(leg, took)
         else:
             leg = legs.send(took)
-
-
-def _any_left(turns: Iterator[int]) -> bool:
-    return next(turns, None) is not None
 
 
 def _make_output(

@@ -6,7 +6,7 @@ policies differ in what the drafter does when it is asked, nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..runners.base import Step
@@ -31,17 +31,19 @@ class Parts(NamedTuple):
     books: Books  # counts
 
 
-def rounds(parts: Parts, beside: Beside, feedback: Feedback, goes_on: Callable[[], bool]) -> Feedback:
+def rounds(parts: Parts, beside: Beside, feedback: Feedback, turns: Iterable[int]) -> Feedback:
     """Rounds until the text is complete, or until something else is to be tried.
 
     Args:
         parts: who takes part.
         beside: runs the target's pass beside the draft's work, or before it.
         feedback: what the last verdict meant.
-        goes_on: asked before every round.
+        turns: one for each round that may be taken.
     """
     target, drafter, text = parts.target, parts.drafter, parts.text
-    while not text.finished and goes_on():
+    for _ in turns:
+        if text.finished:
+            break
         with beside.working("draft"):
             chain = drafter.draft(feedback, max(text.lengths))
         verified = beside.start(target.verify, chain)

@@ -51,7 +51,8 @@ class Text:
         self.told = desk.tensor("text.told", (7, rows))
         self.told[4] = NONE
         self.told[6] = self.prompt_length
-        self.bonus, self.length = self.told[4], self.told[6]  # [B] the last bonus token; columns of each row
+        # [B] each: the branch that lives on; the last bonus token; columns of each row
+        self.survivor, self.bonus, self.length = self.told[3], self.told[4], self.told[6]
         self.outbox = Outbox(self.told)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
