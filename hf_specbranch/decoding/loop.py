@@ -57,11 +57,12 @@ def rounds(parts: Parts, beside: Beside, feedback: Feedback, turns: Iterable[int
 
 def read_prompt(parts: Parts) -> Feedback:
     """The first token comes from the target alone; the draft reads the prompt once it is out."""
-    feedback = conclude(parts, parts.target.prefill(), *parts.judge.nothing)
+    nothing = parts.judge.nothing
+    feedback = conclude(parts._replace(drafter=NoDrafter(nothing)), parts.target.prefill(), *nothing)
     parts.text.hand_out()
     if not parts.text.finished:
         parts.drafter.prefill(parts.text.prompt_length)
-    return feedback
+    return feedback._replace(told=feedback.told.to(parts.drafter.device))
 
 
 def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> Feedback:
