@@ -119,14 +119,25 @@ def choose(
     overlap = costs.hidden >= WORTH_OVERLAPPING
 
     def judged(plan: SpecBranchConfig) -> Choice:
-        ratio = 1.0 if ratios is None else ratios.get(plan, 1.0)
-        return Choice(plan, ratio * predict(agreements, plan, costs, captured).tokens_per_second)
+        expected = predict(agreements, plan, costs, captured).tokens_per_second
+        return Choice(plan, likely_ratio(plan, ratios or {}) * expected)
 
     best = max((judged(replace(plan, overlap=plan.overlap and overlap)) for plan in plans), key=lambda each: each[1])
     if current is None:
         return best
     now = judged(current)
     return best if best.tokens_per_second > BETTER * now.tokens_per_second else now
+
+
+def likely_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float]) -> float:
+    """What a plan will do over what is predicted of it: as before, or as others of its policy did.
+
+    Otherwise a plan that was never tried would look better than any that was, and each trial has its price.
+    """
+    if plan in ratios:
+        return ratios[plan]
+    alike = [ratio for other, ratio in ratios.items() if other.policy == plan.policy]
+    return sum(alike) / len(alike) if alike else 1.0
 
 
 def prices(stretches: Sequence[Stretch]) -> StepCosts:

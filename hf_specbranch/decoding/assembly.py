@@ -12,6 +12,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..agreement import Agreement, read_agreement
 from ..config import SpecBranchConfig
+from ..kernels.backend import serves
 from ..planner import plans_within, usual_costs
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner, round_up
@@ -28,6 +29,9 @@ from .line import Line
 from .loop import Parts
 from .planning import Planner, knowledge_of
 from .policies import POLICIES, Policy
+from .quick_drafter import QuickDrafter, is_plain
+from .quick_judge import QuickJudge
+from .quick_target import QuickTarget
 from .recorder import Recorder
 from .records import Feedback
 from .scoring import can_guide, is_opaque
@@ -74,6 +78,9 @@ class Assembly:
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
         self.given = HookList(given_hooks(call))
         self.fixed = self._can_be_fixed(self.given.hooks)
+        # Without processors and draws the bookkeeping of captured rounds has kernels of its own.
+        plain = self.fixed and not self.samples and not call.processors and bool(call.config.kernels)
+        self.quick = plain and serves(runner.device)
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.fixed, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.fixed)] if self._may_plan else [first]
@@ -97,7 +104,8 @@ class Assembly:
         text = Text(desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer)
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
-        judge = Judge(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
+        kind = QuickJudge if self.quick else Judge
+        judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
         target = self._target(desk, text)
         return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))
 
@@ -194,8 +202,8 @@ class Assembly:
             return Desk(device)
         call = self.call
         processors = tuple(map(signature, call.processors))
-        settings = (call.rows, self.capacity, self._target_slots, self.samples, self.given.feature_layers, processors)
-        return runner.desk((settings, more))
+        sizes = (call.rows, self.capacity, self._target_slots)
+        return runner.desk((sizes, self.samples, self.quick, self.given.feature_layers, processors, more))
 
     @property
     def _target_slots(self) -> int:
@@ -218,7 +226,7 @@ class Assembly:
             return call.model._prefill(call.input_ids, call.generation_config, kwargs)
 
         first = call.first_position(self.attention)
-        return Target(
+        return (QuickTarget if self.quick else Target)(
             desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
             self.given.feature_layers, self.stats,
         )  # fmt: skip
@@ -243,7 +251,8 @@ class Assembly:
         ids, start = text.before_last_round()
         line = Line(desk, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator)
         foresight = Foresight(desk, line, gamma, alternatives, max(outcomes, leaves))
-        return Drafter(desk, model, line, policy, *counts, foresight, hooks, self.stopper.max_length, self.stats)
+        kind = QuickDrafter if self.quick and is_plain(policy, gamma, hooks) else Drafter
+        return kind(desk, model, line, policy, *counts, foresight, hooks, self.stopper.max_length, self.stats)
 
     @property
     def _own_attention(self) -> Tensor:

@@ -61,7 +61,7 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        logits = self.runner.prefill(self._own(tokens), self.positions[:, : tokens.shape[1]], mask)
+        logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # it must see every prefix, this one too
             self.distribution_behind(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
 
@@ -69,11 +69,11 @@ class DraftModel:
         """Logits [B, Q, V] for tokens that stand in these columns and are kept in these slots."""
         positions = self.positions.gather(1, columns)
         if self.desk.fixed:
-            return self.runner.forward_as_it_is(self._own(tokens), positions, slots, visible).logits
+            return self.runner.forward_as_it_is(self.own_tokens(tokens), positions, slots, visible).logits
         self.stats.draft_forwards += 1
         self.stats.draft_positions += tokens.shape[1]
         self.runner.reserve(tokens.shape[0], visible.shape[2])
-        return self.runner.forward(self._own(tokens), positions, slots, visible).logits
+        return self.runner.forward(self.own_tokens(tokens), positions, slots, visible).logits
 
     def text_up_to(self, columns: Tensor, shown: int) -> Tensor:
         """[B, Q, shown]: what a token in column `c` of the line sees, all columns to its own."""
@@ -105,7 +105,7 @@ class DraftModel:
                 q = self.distribution(logits[:, j : j + 1], lambda prefix=prefix: prefix, [self.guide])  # type: ignore[misc]
         return q[:, 0]
 
-    def _own(self, tokens: Tensor) -> Tensor:
+    def own_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens the draft has no embedding for become its last one; that costs acceptance, nothing else."""
         return tokens if self.own_vocabulary >= self.vocabulary else tokens.clamp(max=self.own_vocabulary - 1)
 

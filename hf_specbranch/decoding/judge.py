@@ -73,19 +73,28 @@ class Judge:
         self.features = self._room_for_features(step)
 
         def stage() -> None:
-            verdict, self.scores = self.verdict(step.logits[:, : count + 1], chain, branches)
-            bonus = self.look_further(verdict, step.logits[:, count + 1 :], chain)
-            survivor = self._goes_on(verdict.survivor, bonus.token, branches)
-            self.text.offer(verdict, bonus.token, chain)
-            said = torch.stack([verdict.accepted, verdict.token, survivor, bonus.token], dim=1)
-            report.copy_(torch.cat([said, drafted().to(report.device), chain.tokens.to(report.device)], dim=1))
+            where = self._decide(step.logits, chain, branches, drafted(), report)
             if self.features is not None:
-                where = torch.where(bonus.leaf == NONE, verdict.accepted, count + 1 + bonus.leaf)
                 self.features.copy_(features_at(step, where, self.feature_layers))
 
         key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, chain.memory)
         self.desk.run(key, stage)
         self.inbox.send(report)
+
+    def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:
+        """Judge, offer the text what is allowed, and write the report.
+
+        Returns:
+            [B] which query's logits the last token was chosen from.
+        """
+        count = chain.tokens.shape[1]
+        verdict, self.scores = self.verdict(logits[:, : count + 1], chain, branches)
+        bonus = self.look_further(verdict, logits[:, count + 1 :], chain)
+        survivor = self._goes_on(verdict.survivor, bonus.token, branches)
+        self.text.offer(verdict, bonus.token, chain)
+        said = torch.stack([verdict.accepted, verdict.token, survivor, bonus.token], dim=1)
+        report.copy_(torch.cat([said, drafted.to(report.device), chain.tokens.to(report.device)], dim=1))
+        return torch.where(bonus.leaf == NONE, verdict.accepted, count + 1 + bonus.leaf)
 
     def reports(self) -> list[Report]:
         """One a row; here the host waits for the device, once a round."""

@@ -112,7 +112,11 @@ class Target:
         sees = (self.slots[:shown] < places) | (self.slots[:shown] == own[:, :, None])
         visible = torch.cat([visible, sees], dim=1) & self.seen[:, None, :shown]
         positions = self._positions(torch.cat([slots, places[:, :, 0]], dim=1))
-        step = forward(tokens, positions, torch.cat([slots, own], dim=1), visible, **self.outputs)
+        slots = torch.cat([slots, own], dim=1)
+        return self._behind_the_first(forward(tokens, positions, slots, visible, **self.outputs))
+
+    def _behind_the_first(self, step: Step) -> Step:
+        """Without the token that was read again."""
         states = cast("tuple[Tensor, ...] | None", step.hidden_states)
         return Step(step.logits[:, 1:], None if states is None else tuple(state[:, 1:] for state in states))
 

@@ -45,15 +45,22 @@ def runs(*tensors: Tensor | None) -> bool:
     """Whether a kernel can take these tensors: one device that Triton serves, one dtype that the kernels know."""
     given = [tensor for tensor in tensors if tensor is not None]
     first = given[0]
-    if triton is None or not (first.is_cuda or (INTERPRETED and first.device.type == "cpu")):
-        return False
-    return first.dtype in FLOATS and all(
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device == first.device
-        and tensor.dtype == first.dtype
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-        for tensor in given
+    return (
+        serves(first.device)
+        and first.dtype in FLOATS
+        and all(
+            type(tensor) in (Tensor, torch.nn.Parameter)
+            and tensor.device == first.device
+            and tensor.dtype == first.dtype
+            and not (tensor.requires_grad and torch.is_grad_enabled())
+            for tensor in given
+        )
     )
+
+
+def serves(device: torch.device) -> bool:
+    """Whether Triton runs on this device, or is to be interpreted there."""
+    return triton is not None and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
 
 
 @lru_cache

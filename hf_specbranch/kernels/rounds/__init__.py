@@ -1,0 +1,24 @@
+"""The bookkeeping of a round in few kernels.
+
+Between the forwards of a round stand many small decisions: which token the draft takes, where it stops, what is sent to
+the target, what the verdict means. In torch each is a dozen kernels over a few numbers, and a kernel takes 2 us
+whatever it does: together they took as long as the draft itself. Here each decision is one kernel.
+
+What they must compute is written in torch in `decoding/`: `Drafter`, `Judge` and `Target` are the references of
+`QuickDrafter`, `QuickJudge` and `QuickTarget`.
+"""
+
+from .advance import advance
+from .follow import Afterwards, adopt, follow
+from .foresee import foresee
+from .fork import fork
+from .memory import LineMemory, SiblingMemory, Tips
+from .send import Sent, send
+from .tally import tally
+from .tips import open_branches, read_on, with_chain
+from .verdict import greedy_verdict
+
+__all__ = [
+    "Afterwards", "LineMemory", "Sent", "SiblingMemory", "Tips", "adopt", "advance", "follow", "foresee", "fork",
+    "greedy_verdict", "open_branches", "read_on", "send", "tally", "with_chain",
+]  # fmt: skip

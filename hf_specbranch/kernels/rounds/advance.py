@@ -1,0 +1,123 @@
+"""The end of a draft step: logits become a distribution, a choice, and the input of the next step.
+
+One program for the main line, one for each sibling. On the line the chosen token is put behind its end, where the row
+goes on and the draft is sure enough; a sibling takes its token whatever it is.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..backend import Value, constexpr, tl, varying
+from .memory import LineMemory, SiblingMemory, Tips, warps
+
+
+def advance(
+    logits: Tensor,
+    line: LineMemory,
+    tips: Tips,
+    positions: Tensor,
+    flag: Tensor,
+    bound: Tensor,
+    count: Tensor,
+    further: int = 0,
+    epsilon: float = 0.0,
+    sticky: bool = False,
+    siblings: SiblingMemory | None = None,
+    step: int = 0,
+) -> None:
+    """Take a step.
+
+    Args:
+        logits: [B, Q, V'] behind the tips. Without siblings the last query is the line's; with them the first is.
+        line: what is extended.
+        tips: where the next step's inputs go; what is visible is added to.
+        positions: [B, C] by column.
+        flag: [B] bool: rows that may go on.
+        bound: [B] the column where they stop, but for `further`.
+        count: [B] tokens drafted, added to.
+        further: added to the bound.
+        epsilon: a line stops before a token with less confidence.
+        sticky: rows that stop are taken out of `flag`.
+        siblings: extended too, if given.
+        step: which step of theirs this is.
+    """
+    others = 0 if siblings is None else siblings.most
+    nobody = (line.next, line.next, line.next, line.confidence, line.scores, line.next)
+    depth = siblings.depth if siblings is not None else 1
+    _advance_kernel[(line.rows, 1 + others)](
+        logits, *line[0:1], *line[2:], count, flag, bound, *(siblings or nobody), *tips, positions,
+        further, epsilon, step, logits.shape[1] - 1 if siblings is None else 0, logits.stride(0), logits.stride(1),
+        min(logits.shape[2], line.vocabulary), line.vocabulary, line.ids.stride(0), line.ring, others, depth,
+        positions.stride(0), tips.tokens.stride(0), tips.visible.stride(0), tips.visible.stride(1),
+        STICKY=sticky, BLOCK=line.block, num_warps=warps(line.block),
+    )  # fmt: skip
+
+
+@varying("further", "step", "main", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
+         "depth", "positions_stride", "tips_stride", "visible_row", "visible_query")  # fmt: skip
+def _advance_kernel(
+    logits: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value, scores: Value,
+    count: Value, flag: Value, bound: Value,
+    point: Value, forks: Value, sibling_tokens: Value, sibling_confidence: Value, sibling_scores: Value,
+    sibling_slots: Value,
+    tip_tokens: Value, tip_slots: Value, tip_positions: Value, visible: Value, positions: Value,
+    further: Value, epsilon: Value, step: Value, main: Value, row_stride: Value, query_stride: Value, known: Value,
+    vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
+    tips_stride: Value, visible_row: Value, visible_query: Value,
+    STICKY: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
+    row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * row_stride + tl.where(branch == 0, main, branch) * query_stride
+    offsets = tl.arange(0, BLOCK)
+
+    largest = -float("inf")
+    total = 0.0
+    best = branch * 0
+    for first in range(0, known, BLOCK):
+        inside = first + offsets < known
+        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        here = tl.max(value, 0)
+        best = tl.where(here > largest, first + tl.argmax(value, 0), best)
+        new = tl.maximum(largest, here)
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new), 0)
+        largest = new
+
+    if branch == 0:
+        tip = tl.load(end + row)
+        entry = row * (ring + 1) + tip % ring
+        tl.store(confidence + entry, 1.0 / total)
+        tl.store(following + row, best.to(tl.int64))
+        tl.store(fed + row, tip)
+        out = scores + entry * vocabulary
+        goes = tl.load(flag + row).to(tl.int1) & (tip < tl.load(bound + row) + further) & (1.0 / total >= epsilon)
+        if STICKY:
+            tl.store(flag + row, goes)
+        tl.store(ids + row * ids_stride + tip, best.to(tl.int64), mask=goes)
+        tl.store(count + row, tl.load(count + row) + goes.to(tl.int64))
+        before = tl.load(ids + row * ids_stride + tip - 1)
+        token = tl.where(goes, best.to(tl.int64), before)
+        column = tip + goes.to(tl.int64) - 1
+        tl.store(end + row, column + 1)
+        slot = column
+        more = column >= 0
+    else:
+        entry = (row * most + branch - 1) * depth + step
+        tl.store(sibling_confidence + entry, 1.0 / total)
+        out = sibling_scores + entry * vocabulary
+        token = best.to(tl.int64)
+        tl.store(sibling_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)
+        column = tl.load(forks + row * most + branch - 1) + step + 1
+        more = step + 1 < depth
+        slot = tl.load(point + row) + tl.load(sibling_slots + (branch - 1) * depth + step + 1, mask=more, other=0)
+
+    place = row * tips_stride + branch
+    tl.store(tip_tokens + place, token)
+    tl.store(tip_slots + place, slot, mask=more)
+    tl.store(tip_positions + place, tl.load(positions + row * positions_stride + column))
+    tl.store(visible + row * visible_row + branch * visible_query + slot, more, mask=more)
+
+    for first in range(0, vocabulary, BLOCK):
+        inside = first + offsets < known
+        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        tl.store(out + first + offsets, tl.exp(value - largest) / total, mask=first + offsets < vocabulary)

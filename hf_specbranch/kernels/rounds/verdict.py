@@ -1,0 +1,95 @@
+"""The greedy verdict on a round: `judge_choices`, `look_up`, what they add to the text, and the report on it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..backend import Value, constexpr, power_of_two, tl, varying
+
+
+def greedy_verdict(
+    choices: Tensor,
+    chain: tuple[Tensor, Tensor],
+    branches: tuple[Tensor, Tensor],
+    following: Tensor | None,
+    leaves: tuple[Tensor, Tensor] | None,
+    drafted: Tensor,
+    ids: Tensor,
+    text_length: Tensor,
+    report: Tensor,
+    where: Tensor,
+) -> None:
+    """Judge a chain, write what is allowed behind the text, and report.
+
+    Args:
+        choices: [B, N + 1 + W] the target's tokens at the chain positions, at the branch point, behind runners-up.
+        chain: its tokens [B, N] and lengths [B].
+        branches: the tokens [B, K] that branches start with, and their positions.
+        following: [B, K] the token behind each branch's first, if runners-up may skip to it.
+        leaves: the runners-up [B, W] and their positions, if any.
+        drafted: [B, 6] goes into the report as it is.
+        ids: [B, C] the text, written to.
+        text_length: [B].
+        report: [B, 10 + N]; see `Report`.
+        where: [B] the query whose logits the last token was chosen from.
+    """
+    rows, count = chain[0].shape
+    tokens, at = leaves or branches
+    size = power_of_two(max(count, branches[0].shape[1], tokens.shape[1], 6))
+    _verdict_kernel[(rows,)](
+        choices, *chain, *branches, branches[0] if following is None else following, tokens, at, drafted, ids,
+        text_length, report, where, choices.shape[1], count, chain[0].stride(0), branches[0].shape[1],
+        branches[0].stride(0), tokens.shape[1], tokens.stride(0), ids.stride(0), report.shape[1],
+        FOLLOWING=following is not None, LEAVES=leaves is not None, BLOCK=size, num_warps=1,
+    )  # fmt: skip
+
+
+@varying("choices_stride", "count", "chain_stride", "branch_count", "branch_stride", "leaf_count", "leaf_stride",
+         "ids_stride", "report_stride")  # fmt: skip
+def _verdict_kernel(
+    choices: Value, chain: Value, chain_length: Value, branch_tokens: Value, branch_at: Value, following: Value,
+    leaf_tokens: Value, leaf_at: Value, drafted: Value, ids: Value, text_length: Value, report: Value, where: Value,
+    choices_stride: Value, count: Value, chain_stride: Value, branch_count: Value, branch_stride: Value,
+    leaf_count: Value, leaf_stride: Value, ids_stride: Value, report_stride: Value,
+    FOLLOWING: constexpr, LEAVES: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    nth = tl.arange(0, BLOCK)
+    choices += row * choices_stride
+    report += row * report_stride
+    mine = tl.load(chain + row * chain_stride + nth, mask=nth < count, other=-1)
+    theirs = tl.load(choices + nth, mask=nth < count, other=-2)
+    length = tl.minimum(tl.load(chain_length + row), count)
+    wrong = (mine != theirs) & (nth < length)
+    accepted = tl.min(tl.where(wrong, nth.to(tl.int64), length), 0)
+    token = tl.load(choices + accepted)
+
+    first = tl.load(branch_tokens + row * branch_stride + nth, mask=nth < branch_count, other=-1)
+    place = tl.load(branch_at + row * branch_stride + nth, mask=nth < branch_count, other=-1)
+    survivor = tl.min(tl.where((first == token) & (place == accepted), nth.to(tl.int64), BLOCK), 0)
+    survivor = tl.where(survivor == BLOCK, -1, survivor)
+
+    bonus = token * 0 - 1
+    chosen_at = accepted
+    if LEAVES:
+        first = tl.load(leaf_tokens + row * leaf_stride + nth, mask=nth < leaf_count, other=-1)
+        place = tl.load(leaf_at + row * leaf_stride + nth, mask=nth < leaf_count, other=-1)
+        leaf = tl.min(tl.where((first == token) & (place == accepted), nth.to(tl.int64), BLOCK), 0)
+        found = leaf < BLOCK
+        bonus = tl.load(choices + count + 1 + leaf, mask=found, other=-1)
+        chosen_at = tl.where(found, count + 1 + leaf, accepted)
+    if FOLLOWING:
+        next_token = tl.load(following + row * branch_stride + survivor, mask=survivor >= 0, other=-1)
+        survivor = tl.where((bonus == -1) | (bonus == next_token), survivor, -1)
+
+    ids += row * ids_stride + tl.load(text_length + row)
+    tl.store(ids + nth, mine, mask=nth < accepted)
+    tl.store(ids + accepted, token)
+    tl.store(ids + accepted + 1, bonus, mask=bonus >= 0)
+    tl.store(report, accepted)
+    tl.store(report + 1, token)
+    tl.store(report + 2, survivor)
+    tl.store(report + 3, bonus)
+    tl.store(report + 4 + nth, tl.load(drafted + row * 6 + nth, mask=nth < 6), mask=nth < 6)
+    tl.store(report + 10 + nth, mine, mask=nth < count)
+    tl.store(where + row, chosen_at)
