@@ -7,7 +7,8 @@ rounds are priced:
     a draft step over w branches  d(w) = d(1) + (w - 1) * a branch
     a round                       loop + S + t(q) + B - hidden * min(t(q), B)
 
-with S drafting before the pass and B drafting beside it. Prices come from the rounds of the generation itself
+with S drafting before the pass and B drafting beside it; where there is such a B the loop waits for verdicts, and may
+take longer. Prices come from the rounds of the generation itself
 (`prices`), where they may; the plan with the most tokens a second is chosen (`choose`).
 """
 
@@ -154,19 +155,27 @@ def prices(stretches: Sequence[Stretch]) -> StepCosts:
     a_pass, a_token = _line(each.verify for each in alone)  # of all widths
     steps = [*(each.draft for each in stretches), *(each.branch for each in alone)]
     a_step, a_branch = _line(steps)
-    parts = sum(each.draft.seconds + each.verify.seconds + each.branch.seconds for each in alone)
-    loop = max(0.0, sum(each.seconds for each in alone) - parts) / sum(each.rounds for each in alone)
-    costs = StepCosts(a_pass + loop, a_token, a_step, a_branch, 0.0, _curve(alone, loop))
+    loop = _loop([each for each in alone if not each.branch.forwards] or alone)
+    waiting = max(0.0, _loop([each for each in alone if each.branch.forwards]) - loop)
+    costs = StepCosts(a_pass + loop, a_token, a_step, a_branch, 0.0, _curve(alone, loop), waiting)
     saved = possible = 0.0
     for each in stretches:
         if each.overlap:
             further = each.verify.positions / each.verify.forwards - 1
             verify = each.verify.forwards * (costs.pass_over(round(further)) - loop)
             branch = each.branch.forwards * a_step + (each.branch.positions - each.branch.forwards) * a_branch
-            saved += each.rounds * loop + each.draft.seconds + verify + branch - each.seconds
+            saved += each.rounds * (loop + waiting) + each.draft.seconds + verify + branch - each.seconds
             possible += min(verify, branch)
     hidden = min(max(saved / possible, 0.0), 1.0) if possible > 0 else 0.0
     return replace(costs, hidden=hidden)
+
+
+def _loop(alone: Sequence[Stretch]) -> float:
+    """Seconds of a round outside forwards."""
+    if not alone:
+        return 0.0
+    parts = sum(each.draft.seconds + each.verify.seconds + each.branch.seconds for each in alone)
+    return max(0.0, sum(each.seconds for each in alone) - parts) / sum(each.rounds for each in alone)
 
 
 def _curve(alone: Sequence[Stretch], loop: float) -> tuple[tuple[float, float], ...]:

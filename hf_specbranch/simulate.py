@@ -47,6 +47,8 @@ class StepCosts:
         hidden: the part of drafting beside a pass that costs no time of its own: 0 none, 1 all.
         passes: (further tokens, seconds) of passes that were timed, if any, by their width: between them times are
             interpolated, and behind the last a token takes `target_token`.
+        waiting: what a round with drafting beside its pass takes beyond all that, since the host must hear its verdict
+            before it can say how the next one begins.
 
     Example:
         >>> from hf_specbranch.simulate import StepCosts
@@ -61,6 +63,7 @@ class StepCosts:
     draft_branch: float = 0.0
     hidden: float = 0.0
     passes: tuple[tuple[float, float], ...] = ()
+    waiting: float = 0.0
 
     def __post_init__(self) -> None:
         if self.target_pass <= 0 or min(self.target_token, self.draft_step, self.draft_branch) < 0:
@@ -100,6 +103,7 @@ class StepCosts:
         for each in rounds:
             verify, ahead = self.parts(each)
             total += each.steps_before * self.draft_step + verify + ahead - hidden * min(verify, ahead)
+            total += self.waiting if each.steps_beside else 0.0
         return total
 
     def pass_over(self, sent: int) -> float:

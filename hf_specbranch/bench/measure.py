@@ -44,6 +44,7 @@ class Plan:
         sweep_epsilon: confidence thresholds that the sweep of specbranch tries.
         sweep_prompts: prompts of a sweep.
         stream_prompts: prompts of the streamed pass.
+        temperature: of sampling; at 0 all is greedy, and outputs are compared.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class Plan:
     sweep_epsilon: tuple[float, ...] = ()
     sweep_prompts: int = 2
     stream_prompts: int = 1
+    temperature: float = 0.0
 
 
 class Progress:
@@ -223,7 +225,7 @@ class Benchmark:
         known.seconds.append(found.seconds)
         known.decode_seconds += [found.decode] if found.stats is not None else []
         ids, name = self.inputs[prompt]["input_ids"], self.ids[prompt]
-        if any(entry.prompt == name for entry in measurement.differences):
+        if self.plan.temperature > 0 or any(entry.prompt == name for entry in measurement.differences):
             return
         seen = difference(self.pair.target, measurement.way.name, name, ids, plain, found.tokens)
         measurement.differences += [seen] if seen is not None else []
@@ -238,7 +240,8 @@ class Benchmark:
     def _generate(
         self, way: Way, prompt: int, streamer: TimingStreamer | None = None, new_tokens: int | None = None
     ) -> Generation:
-        found = generate_once(self.pair, way, self.inputs[prompt], new_tokens or self.plan.new_tokens, streamer)
+        length = new_tokens or self.plan.new_tokens
+        found = generate_once(self.pair, way, self.inputs[prompt], length, streamer, self.plan.temperature)
         self.spent[way.name] = self.spent.get(way.name, 0.0) + found.seconds
         self.pace[way.name] = found.seconds / max(1, len(found.tokens))
         self.progress.advance()

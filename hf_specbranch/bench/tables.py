@@ -99,7 +99,12 @@ def lines(report: dict[str, Any]) -> list[str]:
     said += [f"warning: {reason}" for reason in report["warnings"]]
     said += [f"{name} is left out, it failed: {reason}" for name, reason in report["failed"].items()]
     said += [_sweep_line(name, tried) for name, tried in report["sweeps"].items()]
-    said.append(_difference_line(report["differences"]))
+    sampled = report["settings"].get("temperature")
+    said.append(
+        f"sampled at temperature {sampled:g}; outputs are not compared"
+        if sampled
+        else _difference_line(report["differences"])
+    )
     if predictions := report.get("predictions"):
         said += _prediction_lines(predictions)
     if limit := report.get("limit"):

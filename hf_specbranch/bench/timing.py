@@ -64,15 +64,24 @@ class TimingStreamer(BaseStreamer):
 
 
 def generate_once(
-    pair: Pair, way: Way, inputs: dict[str, Tensor], new_tokens: int, streamer: BaseStreamer | None = None
+    pair: Pair,
+    way: Way,
+    inputs: dict[str, Tensor],
+    new_tokens: int,
+    streamer: BaseStreamer | None = None,
+    temperature: float = 0.0,
 ) -> Generation:
-    """One greedy generation of up to `new_tokens` tokens, its time from call to last token."""
+    """One generation of up to `new_tokens` tokens, its time from call to last token; greedy at temperature 0."""
     model: Any = pair.target
     model.specbranch_stats = None
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        torch.manual_seed(0)
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     with way.prepared(pair) as arguments:
         wait(pair.target)
         began = time.perf_counter()
-        out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, streamer=streamer, **arguments)
+        out = model.generate(**inputs, max_new_tokens=new_tokens, streamer=streamer, **how, **arguments)
         wait(pair.target)
         seconds = time.perf_counter() - began
     stats: SpecBranchStats | None = model.specbranch_stats

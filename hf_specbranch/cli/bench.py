@@ -44,6 +44,7 @@ def bench(
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own 40.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Take the first so many.")] = 10,
     new_tokens: Annotated[int, typer.Option(min=2, help="At most, for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Measured runs of a way on a prompt.")] = 1,
     ways: Annotated[str, typer.Option(help="Comma-separated names; see below.")] = DEFAULT_WAYS,
     gamma: Annotated[int | None, typer.Option(min=1, help="Longest draft of unswept ways.")] = None,
@@ -84,7 +85,7 @@ def bench(
 ) -> None:
     """Measure every way to generate the same tokens: transformers' own and ours, on the same models and prompts.
 
-    Greedy, batch size 1. Ways run in turns, prompt by prompt, after a warm-up; outputs are compared with plain
+    Batch size 1. Ways run in turns, prompt by prompt, after a warm-up; greedy outputs are compared with plain
     generate()'s. Ctrl-C, or a signal to terminate, shows and writes what is measured so far.
 
     Example: hf-specbranch bench --grow 7b:68m --device cuda --dtype bfloat16 --new-tokens 256 --json bench.json
@@ -101,6 +102,7 @@ def bench(
         sweep_epsilon=_thresholds(sweep_epsilon),
         sweep_prompts=sweep_prompts,
         stream_prompts=stream_prompts,
+        temperature=temperature,
     )
     check_plan(plan)
     further = Further(
@@ -165,7 +167,7 @@ def measure_and_show(
         try:
             benchmark.run()
             bar.set_description("further measurements")
-            if settings["predict"] and (found := predictions(benchmark)) is not None:
+            if settings["predict"] and not plan.temperature and (found := predictions(benchmark)) is not None:
                 extras["predictions"] = found
             further.run(pair, benchmark.inputs, plan, extras)
         except (KeyboardInterrupt, Exception) as error:  # figures that took an hour are not thrown away

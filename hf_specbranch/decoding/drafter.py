@@ -31,7 +31,7 @@ class NoDrafter:
         nothing: an empty chain and no branches.
     """
 
-    depth = 0
+    depth, most, always_alike = 0, 1, True
 
     def __init__(self, nothing: tuple[Chain, Branches]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device
@@ -84,6 +84,8 @@ class Drafter:
         self.desk, self.model, self.line, self.policy, self.hooks, self.stats = desk, model, line, policy, hooks, stats
         self.device = line.device
         self.gamma, self.depth, self.branches, self.outcomes = gamma, policy.depth(gamma), branches, outcomes
+        self.most = gamma + 2  # tokens that a round can add
+        self.always_alike = policy.drafts_first and not policy.drafts_ahead  # no verdict leaves a line, or a branch
         self.siblings = Siblings(desk, line, model, branches - 1 + outcomes, self.depth)
         rows = line.count
         self.limit = desk.tensor("limit", (1,)).fill_(limit)

@@ -6,6 +6,7 @@ policies differ in what the drafter does when it is asked, nowhere else.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from .drafter import Drafter, NoDrafter
 from .judge import Judge
 from .ledger import Books
 from .recorder import Recorder
-from .records import Branches, Chain, Feedback
+from .records import Feedback
 from .target import Target
 from .text import Text
 
@@ -40,35 +41,61 @@ def rounds(parts: Parts, beside: Beside, feedback: Feedback, turns: Iterable[int
         feedback: what the last verdict meant.
         turns: one for each round that may be taken.
     """
-    target, drafter, text = parts.target, parts.drafter, parts.text
+    target, drafter, judge, text = parts.target, parts.drafter, parts.judge, parts.text
+    lead = lead_over_the_host(parts)
+    unheard: deque[Step] = deque()  # rounds whose verdicts the host has not heard
     for _ in turns:
+        while len(unheard) > lead or (unheard and text.may_be_over(len(unheard) * drafter.most)):
+            feedback = hear(parts, unheard.popleft())
         if text.finished:
             break
+        text.unheard = len(unheard) * drafter.most
         with beside.working("draft"):
-            chain = drafter.draft(feedback, max(text.lengths))
+            chain = drafter.draft(feedback, text.reach)
         verified = beside.start(target.verify, chain)
         with beside.working("branch"):
-            branches = drafter.branch(max(text.lengths))
-        feedback = conclude(parts, verified(), chain, branches)
+            branches = drafter.branch(text.reach)
+        unheard.append(verified())
+        judge(unheard[-1], chain, branches, drafter.drafted)
+    for step in unheard:
+        if text.finished:  # begun before the host knew
+            judge.inbox.skip()
+            beside.give_up()
+        else:
+            feedback = hear(parts, step)
+    text.unheard = 0
     parts.books.settle()
     text.hand_out()
     return feedback
 
 
+def lead_over_the_host(parts: Parts) -> int:
+    """How many rounds may begin before the host has heard the last verdict.
+
+    One, where the device knows how to go on: it has told itself what the verdict means, a single row goes on in any
+    case unless it ends, and the drafter does the same whatever was said. So the device need not wait for the host. A
+    round begun behind the end of the text is given up.
+    """
+    text = parts.text
+    told = text.told_on_device and len(text.lengths) == 1 and not text.stopper.called
+    return int(told and parts.drafter.always_alike)
+
+
 def read_prompt(parts: Parts) -> Feedback:
     """The first token comes from the target alone; the draft reads the prompt once it is out."""
-    nothing = parts.judge.nothing
-    feedback = conclude(parts._replace(drafter=NoDrafter(nothing)), parts.target.prefill(), *nothing)
+    step = parts.target.prefill()
+    nobody = NoDrafter(parts.judge.nothing)
+    parts.judge(step, *nobody.nothing, nobody.drafted)
+    feedback = hear(parts, step)
     parts.text.hand_out()
     if not parts.text.finished:
         parts.drafter.prefill(parts.text.prompt_length)
-    return feedback._replace(told=feedback.told.to(parts.drafter.device))
+    return feedback
 
 
-def conclude(parts: Parts, step: Step, chain: Chain, branches: Branches) -> Feedback:
+def hear(parts: Parts, step: Step) -> Feedback:
     """End a round: the verdict, the text it adds, and what that means for the drafter."""
     text, judge, recorder, books = parts.text, parts.judge, parts.recorder, parts.books
-    judge(step, chain, branches, parts.drafter.drafted)
     if text.fixed:  # what the last round added, while the device works on this one
         books.settle()
         text.hand_out()

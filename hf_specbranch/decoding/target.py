@@ -76,7 +76,7 @@ class Target:
     def verify(self, chain: Chain) -> Step:
         """Logits [B, N + 1 + W, V]: at each chain position, at the branch point, and behind each runner-up."""
         leaves = 0 if chain.leaves is None else chain.leaves.tokens.shape[1]
-        shown = self.base + max(self.text.lengths) + chain.tokens.shape[1] + leaves
+        shown = self.base + self.text.reach + chain.tokens.shape[1] + leaves
         self.runner.reserve(chain.tokens.shape[0], shown)
         self._count()
         self.stats.target_positions += chain.tokens.shape[1] + 1 + (chain.leaves is not None) + leaves

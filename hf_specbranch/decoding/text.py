@@ -63,10 +63,21 @@ class Text:
         self.gained = 0  # tokens added, over all rows
         self.skips = False  # the last round has added a runner-up, which the target has not read in its place
         self.first_gain = 0.0  # when the first was
+        self.told_on_device = False  # a judge writes `told` itself, as if nothing but the longest length ended a row
+        self.unheard = 0  # tokens at most that verdicts have added which the host has not heard
 
     @property
     def finished(self) -> bool:
         return all(self.done)
+
+    @property
+    def reach(self) -> int:
+        """The longest any row can be by now."""
+        return max(self.lengths) + self.unheard
+
+    def may_be_over(self, unheard: int) -> bool:
+        """Whether so many more tokens would make some row as long as it may get."""
+        return max(self.lengths) + unheard >= self.stopper.max_length
 
     # ---- views
 
@@ -142,7 +153,8 @@ class Text:
             Outcome(count, report.accepted, report.token, report.survivor, report.bonus, done)
             for count, report, done in zip(gained, reports, self.done)
         ]
-        self.outbox.send([list(map(int, field)) for field in (*zip(*outcomes), self.lengths)])
+        if not self.told_on_device or any(self.done) or not all(outcome.complete for outcome in outcomes):
+            self.outbox.send([list(map(int, field)) for field in (*zip(*outcomes), self.lengths)])
         return outcomes
 
     def _advance(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:

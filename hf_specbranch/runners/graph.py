@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # How the layers of a model run: as transformers wrote them, through our kernels, or compiled.
 Layers = Literal["plain", "fused", "compiled"]
 MOST_QUERIES = 64  # longer forwards are rare and run eagerly
-MOST_DESKS = 8  # settings whose stages are kept; the least recently used go
+MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
 
 
 class Captured(NamedTuple):

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
+class Letter(NamedTuple):
+    """Integers on the host, and the moment from which on they are there."""
+
+    numbers: Tensor
+    arrived: torch.cuda.Event | None
+
+
 class Inbox:
-    """From the device to the host. `send` returns at once; `read` is where the host waits."""
+    """From the device to the host. `send` returns at once; `read` is where the host waits.
+
+    Two letters may be under way at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self.letter = torch.empty(0, dtype=torch.long)
-        self.pinned: dict[torch.Size, Tensor] = {}
-        if self.on_gpu:
-            self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.under_way: deque[Letter] = deque()
+        self.sheets: dict[torch.Size, deque[Letter]] = {}  # pinned memory to write on, the oldest first
 
     def send(self, numbers: Tensor) -> None:
         """Put integers of any shape on their way."""
         if not self.on_gpu:
-            self.letter = numbers
+            self.under_way.append(Letter(numbers.clone(), None))
             return
-        if numbers.shape not in self.pinned:
-            self.pinned[numbers.shape] = torch.empty(numbers.shape, dtype=torch.long, pin_memory=True)
-        self.letter = self.pinned[numbers.shape]
-        self.letter.copy_(numbers, non_blocking=True)
-        self.arrived.record(torch.cuda.current_stream(numbers.device))
+        sheets = self.sheets.setdefault(numbers.shape, deque())
+        letter = sheets.popleft() if len(sheets) == 2 else _new_sheet(numbers.shape)
+        sheets.append(letter)
+        letter.numbers.copy_(numbers, non_blocking=True)
+        assert letter.arrived is not None
+        letter.arrived.record(torch.cuda.current_stream(numbers.device))
+        self.under_way.append(letter)
 
     def read(self) -> list[list[int]]:
-        """What was sent last, as soon as it is there."""
-        if self.on_gpu:
-            self.arrived.synchronize()
-        return self.letter.tolist()
+        """The oldest letter, as soon as it is there."""
+        letter = self.under_way.popleft()
+        if letter.arrived is not None:
+            letter.arrived.synchronize()
+        return letter.numbers.tolist()
+
+    def skip(self) -> None:
+        """Throw the oldest letter away unread."""
+        self.under_way.popleft()
+
+
+def _new_sheet(shape: torch.Size) -> Letter:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return Letter(torch.empty(shape, dtype=torch.long, pin_memory=True), event)
 
 
 class Outbox:

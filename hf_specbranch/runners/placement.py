@@ -80,7 +80,6 @@ class Beside:
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
         self.spans = _no_spans()  # since `take`
-        self.forwards = _no_forwards()
 
     def __enter__(self) -> Beside:
         self.exit = ExitStack()
@@ -127,9 +126,18 @@ class Beside:
         """Marks the beginning and the end of some work."""
         before, begin = self._counted(what), self.clock.now()
         yield
-        self.spans[what].append((begin, self.clock.now()))
         done = (after - once for once, after in zip(before, self._counted(what)))
-        self.forwards[what] += Sum(0.0, *done)
+        self.spans[what].append((begin, self.clock.now(), Sum(0.0, *done)))
+
+    def give_up(self) -> None:
+        """The last round was begun in vain; it counts nowhere."""
+        done = {what: spans.pop()[2] for what, spans in self.spans.items()}
+        stats, drafted = self.stats, done["draft"] + done["branch"]
+        stats.row_passes -= done["verify"].forwards
+        stats.target_forwards -= done["verify"].forwards
+        stats.target_positions -= done["verify"].positions
+        stats.draft_forwards -= drafted.forwards
+        stats.draft_positions -= drafted.positions
 
     def _counted(self, what: Work) -> tuple[int, int]:
         stats = self.stats
@@ -140,20 +148,19 @@ class Beside:
     def take(self) -> dict[Work, Sum]:
         """The work of each kind since the last call; waits for the device to have done it."""
         seconds = self.clock.seconds
-        spans = {what: [(seconds(begin), seconds(end)) for begin, end in marks] for what, marks in self.spans.items()}
-        sums = {what: self.forwards[what] + Sum(sum(end - begin for begin, end in spans[what])) for what in spans}
+        spans = {what: [(seconds(begin), seconds(end)) for begin, end, _ in all] for what, all in self.spans.items()}
+        sums = {what: Sum(sum(end - begin for begin, end in spans[what])) for what in spans}
+        for what, marks in self.spans.items():
+            sums[what] = sum((done for *_, done in marks), start=sums[what])
         self.stats.draft_seconds += sums["branch"].seconds
         self.stats.hidden_seconds += shared_time(spans["verify"], spans["branch"])
-        self.spans, self.forwards = _no_spans(), _no_forwards()
+        self.spans = _no_spans()
         return sums
 
 
-def _no_spans() -> dict[Work, list[tuple[Any, Any]]]:
+def _no_spans() -> dict[Work, list[tuple[Any, Any, Sum]]]:
+    """When each piece of work began and ended, and the forwards in it."""
     return {"draft": [], "verify": [], "branch": []}
-
-
-def _no_forwards() -> dict[Work, Sum]:
-    return {"draft": Sum(), "verify": Sum(), "branch": Sum()}
 
 
 def inherited_modes(device_type: str) -> Callable[[], AbstractContextManager[None]]:

@@ -15,7 +15,8 @@ def greedy_verdict(
     leaves: tuple[Tensor, Tensor] | None,
     drafted: Tensor,
     ids: Tensor,
-    text_length: Tensor,
+    told: Tensor,
+    limit: Tensor,
     report: Tensor,
     where: Tensor,
 ) -> None:
@@ -29,7 +30,9 @@ def greedy_verdict(
         leaves: the runners-up [B, W] and their positions, if any.
         drafted: [B, 6] goes into the report as it is.
         ids: [B, C] the text, written to.
-        text_length: [B].
+        told: [7, B] what the last verdict meant, and the text's length; becomes what this one means, as if nothing but
+            its longest length ended a text.
+        limit: [1] the longest length.
         report: [B, 10 + N]; see `Report`.
         where: [B] the query whose logits the last token was chosen from.
     """
@@ -38,19 +41,19 @@ def greedy_verdict(
     size = power_of_two(max(count, branches[0].shape[1], tokens.shape[1], 6))
     _verdict_kernel[(rows,)](
         choices, *chain, *branches, branches[0] if following is None else following, tokens, at, drafted, ids,
-        text_length, report, where, choices.shape[1], count, chain[0].stride(0), branches[0].shape[1],
+        told, limit, report, where, told.stride(0), choices.shape[1], count, chain[0].stride(0), branches[0].shape[1],
         branches[0].stride(0), tokens.shape[1], tokens.stride(0), ids.stride(0), report.shape[1],
         FOLLOWING=following is not None, LEAVES=leaves is not None, BLOCK=size, num_warps=1,
     )  # fmt: skip
 
 
-@varying("choices_stride", "count", "chain_stride", "branch_count", "branch_stride", "leaf_count", "leaf_stride",
-         "ids_stride", "report_stride")  # fmt: skip
+@varying("told_stride", "choices_stride", "count", "chain_stride", "branch_count", "branch_stride", "leaf_count",
+         "leaf_stride", "ids_stride", "report_stride")  # fmt: skip
 def _verdict_kernel(
     choices: Value, chain: Value, chain_length: Value, branch_tokens: Value, branch_at: Value, following: Value,
-    leaf_tokens: Value, leaf_at: Value, drafted: Value, ids: Value, text_length: Value, report: Value, where: Value,
-    choices_stride: Value, count: Value, chain_stride: Value, branch_count: Value, branch_stride: Value,
-    leaf_count: Value, leaf_stride: Value, ids_stride: Value, report_stride: Value,
+    leaf_tokens: Value, leaf_at: Value, drafted: Value, ids: Value, told: Value, limit: Value, report: Value,
+    where: Value, told_stride: Value, choices_stride: Value, count: Value, chain_stride: Value, branch_count: Value,
+    branch_stride: Value, leaf_count: Value, leaf_stride: Value, ids_stride: Value, report_stride: Value,
     FOLLOWING: constexpr, LEAVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -82,7 +85,8 @@ def _verdict_kernel(
         next_token = tl.load(following + row * branch_stride + survivor, mask=survivor >= 0, other=-1)
         survivor = tl.where((bonus == -1) | (bonus == next_token), survivor, -1)
 
-    ids += row * ids_stride + tl.load(text_length + row)
+    before = tl.load(told + 6 * told_stride + row)
+    ids += row * ids_stride + before
     tl.store(ids + nth, mine, mask=nth < accepted)
     tl.store(ids + accepted, token)
     tl.store(ids + accepted + 1, bonus, mask=bonus >= 0)
@@ -93,3 +97,14 @@ def _verdict_kernel(
     tl.store(report + 4 + nth, tl.load(drafted + row * 6 + nth, mask=nth < 6), mask=nth < 6)
     tl.store(report + 10 + nth, mine, mask=nth < count)
     tl.store(where + row, chosen_at)
+
+    most = tl.load(limit)
+    committed = tl.minimum(accepted + 1 + (bonus >= 0).to(tl.int64), most - before)
+    told += row
+    tl.store(told, committed)
+    tl.store(told + told_stride, accepted)
+    tl.store(told + 2 * told_stride, token)
+    tl.store(told + 3 * told_stride, survivor)
+    tl.store(told + 4 * told_stride, bonus)
+    tl.store(told + 5 * told_stride, (before + committed >= most).to(tl.int64))
+    tl.store(told + 6 * told_stride, before + committed)
