@@ -26,12 +26,12 @@ from .simulate import Agreement, StepCosts, predict
 from .stats import Sum
 
 LENGTHS = (2, 4, 8, 12)
-# By whether stages are captured: thresholds of confidence; outcome branches and runners-up where branches are drafted.
+# By whether stages are captured: thresholds of confidence, outcome branches, runners-up.
 SENDING = {True: (0.1,), False: (0.1, 0.4)}
-BEYOND = {True: ((0, 0), (12, 0), (4, 4), (12, 6)), False: ((0, 0), (4, 4))}
-LEAVES = (0, 4, 8)  # runners-up beside a chain that is drafted before the pass
+OUTCOMES = {True: (12,), False: (0, 4)}
+LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
-BETTER = 1.03  # a plan must promise so much more than the one under way
+BETTER = {True: 1.08, False: 1.03}  # a plan must promise so much more than the one under way; to capture one takes time
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
 
@@ -57,6 +57,7 @@ class Choice(NamedTuple):
 
     plan: SpecBranchConfig
     tokens_per_second: float
+    tokens_per_pass: float
 
 
 def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchConfig]:
@@ -78,14 +79,14 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     for length, epsilon in product(lengths, sending):
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
         simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
-        counts = LEAVES if epsilon == sending[0] else LEAVES[:1]
-        found += [replace(simple, runners_up=set_or(config.runners_up, leaves)) for leaves in counts]
-        for outcomes, leaves in BEYOND[captured]:
-            branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
-            found.append(replace(branching, runners_up=set_or(config.runners_up, leaves)))
+        for leaves in LEAVES[captured]:
+            leaves = set_or(config.runners_up, min(leaves, BLOCK - 2 - length) if captured else leaves)
+            found.append(replace(simple, runners_up=leaves))
+            for outcomes in OUTCOMES[captured]:
+                branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
+                found.append(replace(branching, runners_up=leaves))
     none = replace(found[0], policy="autoregressive", runners_up=0)
-    narrow = [plan for plan in found if not captured or width(plan) <= BLOCK]
-    return list(dict.fromkeys([none, *(narrow or found)]))
+    return list(dict.fromkeys([none, *found]))
 
 
 def width(plan: SpecBranchConfig) -> int:
@@ -120,14 +121,15 @@ def choose(
     overlap = costs.hidden >= WORTH_OVERLAPPING
 
     def judged(plan: SpecBranchConfig) -> Choice:
-        expected = predict(agreements, plan, costs, captured).tokens_per_second
-        return Choice(plan, likely_ratio(plan, ratios or {}) * expected)
+        expected = predict(agreements, plan, costs, captured)
+        ratio = likely_ratio(plan, ratios or {})
+        return Choice(plan, ratio * expected.tokens_per_second, expected.tokens_per_pass)
 
     best = max((judged(replace(plan, overlap=plan.overlap and overlap)) for plan in plans), key=lambda each: each[1])
     if current is None:
         return best
     now = judged(current)
-    return best if best.tokens_per_second > BETTER * now.tokens_per_second else now
+    return best if best.tokens_per_second > BETTER[captured] * now.tokens_per_second else now
 
 
 def likely_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float]) -> float:
@@ -218,7 +220,7 @@ def usual_costs(target: PreTrainedModel, draft: PreTrainedModel, captured: bool)
     """
     a_pass, a_step = (_usual_seconds(model, captured) for model in (target, draft))
     if captured:
-        return StepCosts(a_pass, 0.005 * a_pass, a_step, 0.03 * a_step, hidden=0.8)
+        return StepCosts(a_pass, 0.005 * a_pass, a_step, 0.03 * a_step, hidden=0.6)
     return StepCosts(a_pass, 0.02 * a_pass, a_step, 0.05 * a_step)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -124,6 +125,12 @@ class StepCosts:
         return verify, each.steps_beside * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
 
 
+@lru_cache(maxsize=128)
+def _replayed(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> tuple[Round, ...]:
+    """A replay knows no costs, so a text that is thought over again need not be played again."""
+    return tuple(replay(agreement, config, captured))
+
+
 class Prediction(NamedTuple):
     """What to expect of one choice of settings."""
 
@@ -152,7 +159,7 @@ def predict(
         >>> round(predict([agreement], SpecBranchConfig(policy="vanilla", max_draft_length=4), costs).speedup, 2)
         3.57
     """
-    rounds = [each for agreement in agreements for each in replay(agreement, config, captured)]
+    rounds = [each for agreement in agreements for each in _replayed(agreement, config, captured)]
     tokens, seconds = sum(each.committed for each in rounds), costs.seconds(rounds, config.overlap)
     if not rounds:
         raise ValueError("nothing to predict from: record at least two new tokens")

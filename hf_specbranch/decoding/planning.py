@@ -27,8 +27,12 @@ WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
 TRIES = 4  # a leg in which a stage was captured is timed again, but not for ever
 LEARNING = 24  # rounds before the first choice where nothing is known
 CHECK = 48  # rounds until the first look at how a plan does; then twice as many each time
-AS_PREDICTED = 0.85, 1.3  # a plan may do so much of what was predicted without being thought over
-REFRESH = 4, 16  # generations after which the oldest measurement is taken again; the last number again and again
+# What a round takes, and the tokens it gains, over what was predicted; beyond that a plan is thought over. Texts differ
+# in what a round gains, and to think takes as long as many rounds.
+COST_AS_PREDICTED, GAIN_AS_PREDICTED = (0.75, 1.2), (0.6, 1.7)
+# Generations after which the oldest measurement is taken again, the last number again and again; by whether stages are
+# captured: then times hardly scatter.
+REFRESH = {True: (16, 64), False: (4, 16)}
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -39,6 +43,7 @@ class Leg(NamedTuple):
     rounds: int
     overlap: bool
     predicted: float | None = None  # tokens a second of a row
+    tokens_per_pass: float = 1.0  # predicted too
 
 
 @dataclass
@@ -49,6 +54,8 @@ class Knowledge:
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # what a plan did over what was predicted
     generations: int = 0
+    patience: int = 1  # generations until doing without a draft is thought over again; more each time
+    ask_again: int = 0  # which generation that is
     agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=2))
 
 
@@ -107,14 +114,14 @@ class Planner:
             yield Leg(plan, rounds, plan.overlap, predicted)
             rounds *= 4
             if found := self.agreements():
-                plan, predicted = choose(self.plans, found, costs, self.captured, plan)
+                plan, predicted, _ = choose(self.plans, found, costs, self.captured, plan)
 
     def _by_measured_costs(self) -> Generator[Leg, Stretch, None]:
         choice, rounds = self.known.choices.get(self.situation), CHECK
         while True:
             yield from self._measure()
-            plan, predicted = choice or self._choose(self.plans[0]) or (self.plans[0], None)
-            leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted)
+            plan, predicted, gain = choice or self._choose(self.plans[0]) or (self.plans[0], None, 1.0)
+            leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted, gain)
             choice = self.learn(leg, (yield leg))
             rounds *= 2
 
@@ -152,7 +159,8 @@ class Planner:
         """
         self.learn(leg, took)
         self.known.generations = count = self.known.generations + 1
-        if self.timed and (count in REFRESH or count % REFRESH[-1] == 0):
+        often = REFRESH[self.captured]
+        if self.timed and (count in often or count % often[-1] == 0):
             del self.timed[next(iter(self.timed))]
             self.known.choices.pop(self.situation, None)
 
@@ -160,15 +168,28 @@ class Planner:
         """Remember what a leg took, and say what to do next, the same again or something else."""
         if leg.predicted is None or self.usual is not None:
             return None
-        choice = Choice(leg.plan, leg.predicted)
+        choice = Choice(leg.plan, leg.predicted, leg.tokens_per_pass)
         if took.rounds >= TIMED and not took.disturbed:
             self._note(leg, took)
-            least, most = (share * leg.predicted for share in AS_PREDICTED)
-            # Without a draft nothing is seen of what it could do.
-            if not least < took.tokens_per_second < most or leg.plan.policy == "autoregressive":
+            if self._is_to_be_thought_over(leg, took):
                 choice = self._choose(leg.plan, took) or choice
+            if choice.plan.policy != "autoregressive":
+                self.known.patience = 1
         self.known.choices[self.situation] = choice
         return choice
+
+    def _is_to_be_thought_over(self, leg: Leg, took: Stretch) -> bool:
+        """Whether a leg was a surprise. Without a draft nothing is seen of what one could do: ask now and then."""
+        assert leg.predicted is not None
+        known = self.known
+        if leg.plan.policy == "autoregressive" and known.generations >= known.ask_again:
+            known.ask_again, known.patience = known.generations + known.patience, 2 * known.patience
+            return True
+        cost = took.seconds / took.rounds * leg.predicted / leg.tokens_per_pass
+        gain = took.tokens / took.rounds / leg.tokens_per_pass
+        least, most = COST_AS_PREDICTED
+        fewest, highest = GAIN_AS_PREDICTED
+        return not least < cost < most or not fewest < gain < highest
 
     def _choose(self, plan: SpecBranchConfig, took: Stretch | None = None) -> Choice | None:
         """Think it over, on this text and on the last ones; None while there is nothing to think about."""
