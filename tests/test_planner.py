@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -269,9 +270,8 @@ def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
     known, plans = planning.Knowledge(), every_plan()
     thoughts = []
     for generation in range(20):
-        planner = planning.Planner(
-            plans, True, "here", known, None, lambda: thoughts.append(generation) or [NEVER], lambda: 10
-        )
+        ask = partial(lambda now: thoughts.append(now) or [NEVER], generation)
+        planner = planning.Planner(plans, True, "here", known, None, ask, lambda: 10)
         legs, leg = planner.legs(), None
         while leg is None or leg.predicted is None:
             leg = legs.send(None if leg is None else priced(leg, NEVER))

@@ -78,9 +78,7 @@ class Assembly:
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
         self.given = HookList(given_hooks(call))
         self.fixed = self._can_be_fixed(self.given.hooks)
-        # Without processors and draws the bookkeeping of captured rounds has kernels of its own.
-        plain = self.fixed and not self.samples and not call.processors and bool(call.config.kernels)
-        self.quick = plain and serves(runner.device)
+        self.quick = self.fixed and bool(call.config.kernels) and serves(runner.device)  # bookkeeping in few kernels
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.fixed, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.fixed)] if self._may_plan else [first]
@@ -104,7 +102,7 @@ class Assembly:
         text = Text(desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer)
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
-        kind = QuickJudge if self.quick else Judge
+        kind = QuickJudge if self.quick and not self.samples and not call.processors else Judge
         judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
         target = self._target(desk, text)
         return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))

@@ -47,7 +47,7 @@ class DraftModel:
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = desk.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((self.slots - padding).clamp(min=0, max=last))
-        self.vocabulary, self.own_vocabulary = vocabulary, runner.vocabulary
+        self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         self.score: Scorer = ExactScorer(processors)
         if desk.fixed:
             self.score = FixedScorer(processors, desk, "draft", vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .line import Line
 from .policies import Policy
 from .records import Feedback
 from .siblings import Siblings
+from .verify import draw
 
 
 def is_plain(policy: Policy, gamma: int, hooks: HookList) -> bool:
@@ -39,7 +41,7 @@ def is_plain(policy: Policy, gamma: int, hooks: HookList) -> bool:
 
 
 class QuickDrafter(Drafter):
-    """A drafter whose stages are captured, whose drafts are the likeliest tokens, and whose hooks are plain."""
+    """A drafter whose stages are captured, and whose hooks are plain."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -54,6 +56,7 @@ class QuickDrafter(Drafter):
             drafted=self.count,
         )
         self.sent = Sent(self.chain_tokens, self.chain_length, self.ahead, self.point, self.width, self.branch_at)
+        self.likeliest = self.line.generator is None and not self.model.processors
         self.stood = desk.tensor("drafted", (rows, 6))
         self.epsilon = max((hook.epsilon for hook in self.hooks.hooks if isinstance(hook, ConfidenceStop)), default=0.0)
         widths = [hook.k_max for hook in self.hooks.hooks if isinstance(hook, TopKBranches)]
@@ -83,6 +86,8 @@ class QuickDrafter(Drafter):
             kept = self._cut(feedback.features)
         epsilon = self.epsilon if self.policy.forks else 0.0
         send(line, self.survived, self.after.room, kept, self.sent, self.line.reach, epsilon, self.policy.drafts_ahead)
+        if self.chain_scores is not None:
+            self.chain_scores.copy_(self.line.first_scores(self.gamma))
         if self.foresight.count:
             self._foresee()
 
@@ -90,14 +95,22 @@ class QuickDrafter(Drafter):
         """Draft up to gamma tokens on the rows that have none."""
         tips = self._line_tips(1, shown)
         logits = self._forward(self._line_tips(2, shown))  # the target's own token, and perhaps one before it
-        going, bound, count = self.after.going, self.after.bound, self.count
+        going, bound = self.after.going, self.after.bound
         for step in range(self.gamma):
             if step > 0:
                 logits = self._forward(tips)
-            advance(
-                logits, self.line_memory, tips, self.model.positions, going, bound, count,
-                epsilon=self.epsilon, sticky=True,
-            )  # fmt: skip
+            self._advance(logits[:, -1:], tips, going, bound, epsilon=self.epsilon, sticky=True)
+
+    def _advance(self, logits: Tensor, tips: Tips, flag: Tensor, bound: Tensor, **how: Any) -> None:
+        """Take a step. The kernel finds likeliest tokens by itself; what processors do and draws are, is torch's."""
+        chosen, line, siblings = None, self.line, how.get("siblings")
+        if not self.likeliest:
+            said = self.model.distribution_behind(line.ids, line.end, logits[:, :1])[:, None]
+            if siblings is not None:
+                prefixes = partial(self.siblings.prefixes, how["step"])
+                said = torch.cat([said, self.model.distribution(logits[:, 1:], prefixes, [])], dim=1)
+            logits, chosen = said, said.argmax(-1) if line.generator is None else draw(said, line.generator)
+        advance(logits, self.line_memory, tips, self.model.positions, flag, bound, self.count, chosen=chosen, **how)
 
     def _foresee(self) -> None:
         foresight, rows = self.foresight, self.line.count
@@ -109,8 +122,9 @@ class QuickDrafter(Drafter):
     def _branch(self, shown: int) -> None:
         line, siblings, model, others = self.line_memory, self.sibling_memory, self.model, self.siblings.most
         tips = self._line_tips(1, shown)
-        logits = self._forward(tips)
-        advance(logits, line, tips, model.positions, self.ahead, self.point, self.count, further=1)
+        self._advance(self._forward(tips), tips, self.ahead, self.point, further=1)
+        if self.branch_scores is not None:
+            self.branch_scores.copy_(self.line.scores_at(self.point[:, None])[:, 0])
         foreseen = self.foresight.tokens, self.foresight.at
         fork(
             line, self.point, self.chain_length, self.ahead, foreseen, self.branch_tokens, self.branch_at, self.width,
@@ -119,9 +133,8 @@ class QuickDrafter(Drafter):
         tips = self._tips(1 + others, shown)
         open_branches(line, siblings, self.point, self.branch_tokens, self.branch_at, model.positions, model.seen, tips)
         for step in range(self.depth):
-            logits = self._forward(tips)
-            advance(
-                logits, line, tips, model.positions, self.ahead, self.point, self.count, further=1 + self.depth,
+            self._advance(
+                self._forward(tips), tips, self.ahead, self.point, further=1 + self.depth,
                 siblings=siblings if others else None, step=step,
             )  # fmt: skip
         if self.following is not None:  # the main branch begins behind the chain, where there are no runners-up

@@ -75,14 +75,14 @@ class Siblings:
 
     def extend(self, step: int, logits: Tensor) -> None:
         """Choose each sibling's next token from logits [B, W, V] behind its tip."""
-        q = self.model.distribution(logits, lambda: self._prefixes(step), self.guides)
+        q = self.model.distribution(logits, lambda: self.prefixes(step), self.guides)
         confidence, likeliest = q.max(-1)
         generator = self.line.generator
         self.confidence[:, : self.count, step] = confidence
         self.scores[:, : self.count, step] = q
         self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
 
-    def _prefixes(self, step: int) -> Prefixes:
+    def prefixes(self, step: int) -> Prefixes:
         """The text before the fork, and the sibling's own tokens."""
         forks = self.forks[:, : self.count]
         ids = self.line.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]

@@ -1,4 +1,4 @@
-"""The end of a draft step: logits become a distribution, a choice, and the input of the next step.
+"""The end of a draft step: what the draft says becomes a distribution, a choice, and the input of the next step.
 
 One program for the main line, one for each sibling. On the line the chosen token is put behind its end, where the row
 goes on and the draft is sure enough; a sibling takes its token whatever it is.
@@ -25,11 +25,12 @@ def advance(
     sticky: bool = False,
     siblings: SiblingMemory | None = None,
     step: int = 0,
+    chosen: Tensor | None = None,
 ) -> None:
     """Take a step.
 
     Args:
-        logits: [B, Q, V'] behind the tips. Without siblings the last query is the line's; with them the first is.
+        logits: [B, Q, V'] behind the tips, the line's first; probabilities where tokens are chosen already.
         line: what is extended.
         tips: where the next step's inputs go; what is visible is added to.
         positions: [B, C] by column.
@@ -41,34 +42,36 @@ def advance(
         sticky: rows that stop are taken out of `flag`.
         siblings: extended too, if given.
         step: which step of theirs this is.
+        chosen: [B, Q] a token from each distribution; None takes the likeliest.
     """
     others = 0 if siblings is None else siblings.most
     nobody = (line.next, line.next, line.next, line.confidence, line.scores, line.next)
     depth = siblings.depth if siblings is not None else 1
     _advance_kernel[(line.rows, 1 + others)](
-        logits, *line[0:1], *line[2:], count, flag, bound, *(siblings or nobody), *tips, positions,
-        further, epsilon, step, logits.shape[1] - 1 if siblings is None else 0, logits.stride(0), logits.stride(1),
+        logits, line.next if chosen is None else chosen, line.ids, *line[2:], count, flag, bound,
+        *(siblings or nobody), *tips, positions,
+        further, epsilon, step, logits.stride(0), logits.stride(1),
         min(logits.shape[2], line.vocabulary), line.vocabulary, line.ids.stride(0), line.ring, others, depth,
-        positions.stride(0), tips.tokens.stride(0), tips.visible.stride(0), tips.visible.stride(1),
-        STICKY=sticky, BLOCK=line.block, num_warps=warps(line.block),
+        positions.stride(0), tips.tokens.stride(0), tips.visible.stride(0), tips.visible.stride(1), logits.shape[1],
+        STICKY=sticky, CHOSEN=chosen is not None, BLOCK=line.block, num_warps=warps(line.block),
     )  # fmt: skip
 
 
-@varying("further", "step", "main", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
-         "depth", "positions_stride", "tips_stride", "visible_row", "visible_query")  # fmt: skip
+@varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
+         "depth", "positions_stride", "tips_stride", "visible_row", "visible_query", "queries")  # fmt: skip
 def _advance_kernel(
-    logits: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value, scores: Value,
-    count: Value, flag: Value, bound: Value,
+    logits: Value, chosen: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value,
+    scores: Value, count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, sibling_tokens: Value, sibling_confidence: Value, sibling_scores: Value,
     sibling_slots: Value,
     tip_tokens: Value, tip_slots: Value, tip_positions: Value, visible: Value, positions: Value,
-    further: Value, epsilon: Value, step: Value, main: Value, row_stride: Value, query_stride: Value, known: Value,
+    further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
-    tips_stride: Value, visible_row: Value, visible_query: Value,
-    STICKY: constexpr, BLOCK: constexpr,
+    tips_stride: Value, visible_row: Value, visible_query: Value, queries: Value,
+    STICKY: constexpr, CHOSEN: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logits += row * row_stride + tl.where(branch == 0, main, branch) * query_stride
+    logits += row * row_stride + branch * query_stride
     offsets = tl.arange(0, BLOCK)
 
     largest = -float("inf")
@@ -82,15 +85,19 @@ def _advance_kernel(
         new = tl.maximum(largest, here)
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new), 0)
         largest = new
+    sure = 1.0 / total
+    if CHOSEN:
+        sure = largest
+        best = tl.load(chosen + row * queries + branch).to(tl.int32)
 
     if branch == 0:
         tip = tl.load(end + row)
         entry = row * (ring + 1) + tip % ring
-        tl.store(confidence + entry, 1.0 / total)
+        tl.store(confidence + entry, sure)
         tl.store(following + row, best.to(tl.int64))
         tl.store(fed + row, tip)
         out = scores + entry * vocabulary
-        goes = tl.load(flag + row).to(tl.int1) & (tip < tl.load(bound + row) + further) & (1.0 / total >= epsilon)
+        goes = tl.load(flag + row).to(tl.int1) & (tip < tl.load(bound + row) + further) & (sure >= epsilon)
         if STICKY:
             tl.store(flag + row, goes)
         tl.store(ids + row * ids_stride + tip, best.to(tl.int64), mask=goes)
@@ -103,7 +110,7 @@ def _advance_kernel(
         more = column >= 0
     else:
         entry = (row * most + branch - 1) * depth + step
-        tl.store(sibling_confidence + entry, 1.0 / total)
+        tl.store(sibling_confidence + entry, sure)
         out = sibling_scores + entry * vocabulary
         token = best.to(tl.int64)
         tl.store(sibling_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)
@@ -119,5 +126,9 @@ def _advance_kernel(
 
     for first in range(0, vocabulary, BLOCK):
         inside = first + offsets < known
-        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        tl.store(out + first + offsets, tl.exp(value - largest) / total, mask=first + offsets < vocabulary)
+        if CHOSEN:
+            value = tl.load(logits + first + offsets, mask=inside, other=0.0)
+        else:
+            value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+            value = tl.exp(value - largest) / total
+        tl.store(out + first + offsets, value, mask=first + offsets < vocabulary)
