@@ -31,7 +31,7 @@ SENDING = {True: (0.1,), False: (0.1, 0.4)}
 OUTCOMES = {True: (12,), False: (0, 4)}
 LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
-BETTER = {True: 1.08, False: 1.03}  # a plan must promise so much more than the one under way; to capture one takes time
+BETTER = 1.03  # a plan must promise so much more than the one under way
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
 
@@ -129,7 +129,7 @@ def choose(
     if current is None:
         return best
     now = judged(current)
-    return best if best.tokens_per_second > BETTER[captured] * now.tokens_per_second else now
+    return best if best.tokens_per_second > BETTER * now.tokens_per_second else now
 
 
 def likely_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float]) -> float:

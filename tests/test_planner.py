@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -208,7 +208,7 @@ def test_a_plan_is_kept_unless_another_is_clearly_better():
     for plan in plans:
         kept = choose(plans, [ALWAYS], CHEAP_DRAFT, True, current=plan)
         speed = predict([ALWAYS], plan, CHEAP_DRAFT, True).tokens_per_second
-        assert (kept.plan == plan) == (best.tokens_per_second <= 1.08 * speed)
+        assert (kept.plan == plan) == (best.tokens_per_second <= 1.03 * speed)
 
 
 def test_experience_with_a_plan_corrects_its_prediction():
@@ -257,12 +257,12 @@ def test_a_surprise_is_thought_over_and_remembered():
     while leg is None or leg.predicted is None:
         leg = legs.send(None if leg is None else priced(leg, NEVER))
     assert leg.plan.policy == "autoregressive"
-    planner.agreements = lambda: [ALWAYS, ALWAYS]
+    planner.agreements = lambda: [ALWAYS] * 4
     leg = legs.send(priced(leg, ALWAYS))  # a plan without a draft is thought over
     assert leg.plan.max_draft_length == 12 and leg.plan.policy != "autoregressive"
     as_predicted = priced(leg, ALWAYS)
     assert legs.send(as_predicted).plan == leg.plan and known.choices[planner.situation].plan == leg.plan
-    planner.agreements = lambda: [NEVER, NEVER]
+    planner.agreements = lambda: [NEVER] * 4
     assert legs.send(priced(leg, NEVER)).plan.policy == "autoregressive"
 
 
@@ -276,8 +276,7 @@ def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
         while leg is None or leg.predicted is None:
             leg = legs.send(None if leg is None else priced(leg, NEVER))
         planner.end(leg, priced(leg, NEVER))
-    # The first choice, then after generations 0, 1, 3, 7 and 15; after the 16th something is measured again.
-    assert sorted(set(thoughts)) == [0, 1, 3, 7, 15, 16]
+    assert sorted(set(thoughts)) == [0, 1, 3, 7, 15]  # the first choice, then after these
 
 
 def test_texts_may_differ_without_a_change_of_plan():
@@ -317,11 +316,60 @@ def test_usual_costs_follow_the_size_of_the_models(target, draft):
         assert costs.target_pass > usual_costs(target, draft, captured).target_pass > 0
 
 
+@lru_cache
+def recordings(which):
+    """What the embedded drafts make of some of the target's texts."""
+    target, draft, tokenizer = load_demo_pair(which)
+    texts = ("def add(a, b):", "class Stack:\n", "def is_prime(n):\n", "import json\n\ndef read(path):\n")
+    return [record_agreement(target, draft, tokenizer(text, return_tensors="pt"), 96, 5) for text in texts]
+
+
+def from_token(agreement, first, last=None):
+    some = slice(first, last)
+    return Agreement(agreement.confidence[some], agreement.rank[some], 5, agreement.chances[some])
+
+
+def seconds_of_a_text(text, costs, known):
+    """What the planner's legs on this text would take at these prices."""
+    done, seconds = 0, 0.0
+    plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
+    planner = planning.Planner(
+        plans, True, "here", known, None, lambda: [from_token(text, 0, done)] if done > 15 else [], lambda: 10
+    )
+    legs = planner.legs()
+    leg = next(legs)
+    while True:
+        took = priced(leg, from_token(text, done), costs)
+        done, seconds = done + int(took.tokens), seconds + took.seconds
+        if done + 2 > len(text.rank):
+            planner.end(leg, took)
+            return seconds
+        leg = legs.send(took)
+
+
+@pytest.mark.parametrize("which", ["good", "weak"])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        StepCosts(0.0042, 1e-5, 8.5e-5, 3e-6, hidden=0.6, waiting=3e-4),  # near those of 7B and 68M on an H200
+        StepCosts(0.0178, 5e-5, 1.3e-3, 3e-5, hidden=0.5, waiting=3e-4),  # 33B and 1.3B
+        StepCosts(0.004, 1e-5, 4e-4, 1e-5, hidden=1.0),  # two GPUs
+    ],
+    ids=["7B/68M", "33B/1.3B", "two GPUs"],
+)
+def test_once_it_knows_a_pair_it_is_close_to_the_best_plan(costs, which):
+    """In made-up time, at prices that do not scatter: within a twentieth of the best over the same texts."""
+    texts, known = recordings(which), planning.Knowledge()
+    for text in texts * 2:
+        seconds_of_a_text(text, costs, known)
+    taken = sum(seconds_of_a_text(text, costs, known) for text in texts)
+    best = min(sum(costs.seconds(replay(text, plan, True), plan.overlap) for text in texts) for plan in every_plan())
+    assert taken <= 1.05 * best
+
+
 def test_on_two_gpus_it_beats_the_method_of_the_paper():
     """The embedded pair's texts, priced with a device for each model: at least 1.1 times as fast."""
-    target, draft, tokenizer = load_demo_pair()
-    texts = ("def add(a, b):", "class Stack:\n", "def is_prime(n):\n", "import json\n\ndef read(path):\n")
-    found = [record_agreement(target, draft, tokenizer(text, return_tensors="pt"), 96, 5) for text in texts]
+    found = recordings("good")
     paper = SpecBranchConfig(policy="specbranch", max_outcomes=0, runners_up=0)
     for ratio in (4, 10):
         costs = StepCosts(0.01, 5e-5, 0.01 / ratio, 5e-5).on_gpus(2)

@@ -30,9 +30,9 @@ CHECK = 48  # rounds until the first look at how a plan does; then twice as many
 # What a round takes, and the tokens it gains, over what was predicted; beyond that a plan is thought over. Texts differ
 # in what a round gains, and to think takes as long as many rounds.
 COST_AS_PREDICTED, GAIN_AS_PREDICTED = (0.75, 1.2), (0.6, 1.7)
-# Generations after which the oldest measurement is taken again, the last number again and again; by whether stages are
-# captured: then times hardly scatter.
-REFRESH = {True: (16, 64), False: (4, 16)}
+# Generations after which the oldest measurement is taken again, the last number again and again. Not where stages are
+# captured: times hardly scatter then, and each plan that is run once more may have to be captured once more.
+REFRESH = 4, 16
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -54,9 +54,9 @@ class Knowledge:
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # what a plan did over what was predicted
     generations: int = 0
-    patience: int = 1  # generations until doing without a draft is thought over again; more each time
+    patience: int = 1  # generations until all is thought over again, surprise or not; more each time
     ask_again: int = 0  # which generation that is
-    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=2))
+    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=4))
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, Knowledge]] = WeakKeyDictionary()
@@ -120,7 +120,7 @@ class Planner:
         choice, rounds = self.known.choices.get(self.situation), CHECK
         while True:
             yield from self._measure()
-            plan, predicted, gain = choice or self._choose(self.plans[0]) or (self.plans[0], None, 1.0)
+            plan, predicted, gain = choice or self._choose() or (self.plans[0], None, 1.0)
             leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted, gain)
             choice = self.learn(leg, (yield leg))
             rounds *= 2
@@ -157,49 +157,58 @@ class Planner:
         A machine may have been busy when it was measured, and what is not run again would never be seen in its true
         light.
         """
-        self.learn(leg, took)
+        self.learn(leg, took, ending=True)
         self.known.generations = count = self.known.generations + 1
-        often = REFRESH[self.captured]
-        if self.timed and (count in often or count % often[-1] == 0):
+        if self.timed and not self.captured and (count in REFRESH or count % REFRESH[-1] == 0):
             del self.timed[next(iter(self.timed))]
             self.known.choices.pop(self.situation, None)
 
-    def learn(self, leg: Leg, took: Stretch) -> Choice | None:
+    def learn(self, leg: Leg, took: Stretch, ending: bool = False) -> Choice | None:
         """Remember what a leg took, and say what to do next, the same again or something else."""
         if leg.predicted is None or self.usual is not None:
             return None
         choice = Choice(leg.plan, leg.predicted, leg.tokens_per_pass)
         if took.rounds >= TIMED and not took.disturbed:
             self._note(leg, took)
-            if self._is_to_be_thought_over(leg, took):
+            pause = ending or leg.plan.policy == "autoregressive"
+            if (pause and self._is_time()) or self._is_surprise(leg, took):
                 choice = self._choose(leg.plan, took) or choice
-            if choice.plan.policy != "autoregressive":
-                self.known.patience = 1
         self.known.choices[self.situation] = choice
         return choice
 
-    def _is_to_be_thought_over(self, leg: Leg, took: Stretch) -> bool:
-        """Whether a leg was a surprise. Without a draft nothing is seen of what one could do: ask now and then."""
-        assert leg.predicted is not None
+    def _is_time(self) -> bool:
+        """Whether to think for no reason: after the first text, the second, the fourth, and so on. One text is little
+        to go by; and without a draft nothing is seen of what one could do.
+        """
         known = self.known
-        if leg.plan.policy == "autoregressive" and known.generations >= known.ask_again:
-            known.ask_again, known.patience = known.generations + known.patience, 2 * known.patience
-            return True
+        if known.generations < known.ask_again:
+            return False
+        known.ask_again, known.patience = known.generations + known.patience, 2 * known.patience
+        return True
+
+    def _is_surprise(self, leg: Leg, took: Stretch) -> bool:
+        """Whether rounds took, or gained, something else than was predicted."""
+        assert leg.predicted is not None
         cost = took.seconds / took.rounds * leg.predicted / leg.tokens_per_pass
         gain = took.tokens / took.rounds / leg.tokens_per_pass
         least, most = COST_AS_PREDICTED
         fewest, highest = GAIN_AS_PREDICTED
         return not least < cost < most or not fewest < gain < highest
 
-    def _choose(self, plan: SpecBranchConfig, took: Stretch | None = None) -> Choice | None:
-        """Think it over, on this text and on the last ones; None while there is nothing to think about."""
+    def _choose(self, plan: SpecBranchConfig | None = None, took: Stretch | None = None) -> Choice | None:
+        """Think it over, on this text and on the last ones; None while there is nothing to think about.
+
+        Args:
+            plan: the plan under way, to be kept unless another is clearly better.
+            took: what it took.
+        """
         known, timed = self.known, list(self.timed.values())
         if all(each.overlap for each in timed):  # the context has just doubled: nothing is measured yet
             return None
         costs = prices(timed)
         if found := self.agreements():
             known.agreements.extend(found)
-            if took is not None:
+            if plan is not None and took is not None:
                 expected = predict(found, plan, costs, self.captured).tokens_per_second
                 known.ratios[plan] = (known.ratios.get(plan, 1.0) + took.tokens_per_second / expected) / 2
         if not known.agreements:
