@@ -600,6 +600,15 @@ def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monke
     assert choosing.choose([torch.randn(8, 8)], rows=1) is None
 
 
+def test_choices_that_come_with_the_package_are_plans_that_fit():
+    assert choosing.shipped()
+    for name, plan in choosing.shipped().items():
+        gpu, dtype, rows, shape = name.split("|")
+        columns, depth = map(int, shape.split("x"))
+        assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0
+        assert plan is None or (plan in PLANS and depth % plan.depth == 0 and depth // plan.depth >= plan.splits)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="under the interpreter only")
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_kernel_in_a_model(family):
@@ -647,6 +656,7 @@ def test_a_fused_forward_is_captured_and_sees_what_is_visible_at_each_replay():
 def test_the_faster_product_is_chosen_once(tmp_path, monkeypatch):
     monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
     monkeypatch.setattr(choosing, "_CHOSEN", {})
+    monkeypatch.setattr(choosing, "shipped", dict)
     weights = [torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     plan = choosing.choose(weights, 9)
     assert list(choosing._stored().values()) == [plan]
