@@ -6,9 +6,12 @@ from transformers import LogitsProcessor
 
 from hf_specbranch import SpeculationHook, load_demo_pair
 from hf_specbranch.bench import python_prompts
+from hf_specbranch.decoding.draft_model import DraftModel
 from hf_specbranch.decoding.fixed_scoring import has_fixed_form
 from hf_specbranch.runners.desk import Desk
 from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.stats import SpecBranchStats
 
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
@@ -48,6 +51,23 @@ def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, dr
         for name in COUNTS:
             assert getattr(stats, name) == getattr(counts, name), name
         assert_counts_add_up(stats)
+
+
+@pytest.mark.parametrize("length", [32, 33, 70])
+def test_a_text_read_in_chunks_is_the_text_read_at_once(length, draft):
+    """Keys and values are those of the whole text read by the model itself."""
+    tokens = prompt(length=length)["input_ids"]
+    caches = []
+    for fixed in (True, False):
+        runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
+        desk = Desk(draft.device, fixed=fixed)
+        everything = torch.ones_like(tokens, dtype=torch.bool)
+        model = DraftModel(desk, runner, everything, draft.config.vocab_size, [], 256, SpecBranchStats())
+        with torch.no_grad():
+            model.prefill(tokens)
+        caches.append(torch.stack([torch.stack([layer.keys, layer.values]) for layer in runner.cache.layers]))
+    torch.testing.assert_close(caches[0][..., :length, :], caches[1][..., :length, :], atol=1e-5, rtol=1e-5)
+    assert caches[0][..., length - 1, :].abs().sum() > 0
 
 
 def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
