@@ -45,7 +45,7 @@ def rounds(parts: Parts, beside: Beside, feedback: Feedback, turns: Iterable[int
     lead = lead_over_the_host(parts)
     unheard: deque[Step] = deque()  # rounds whose verdicts the host has not heard
     for _ in turns:
-        while len(unheard) > lead or (unheard and text.may_be_over(len(unheard) * drafter.most)):
+        while unheard and not text.finished and (len(unheard) > lead or text.may_be_over(len(unheard) * drafter.most)):
             feedback = hear(parts, unheard.popleft())
         if text.finished:
             break

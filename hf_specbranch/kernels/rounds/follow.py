@@ -99,15 +99,16 @@ def _follow_kernel(
         winner = tl.maximum(_winner(told, row, stride), 0)
         fork = tl.load(forks + row * most + winner)
         nth = tl.arange(0, BLOCK)
+        last = tl.where(moved, depth, -1)  # of the sibling's tokens
         sibling = row * most + winner
         tokens = tl.load(sibling_tokens + sibling * (depth + 1) + nth, mask=nth <= depth, other=0)
-        tl.store(ids + fork + nth, tokens, mask=moved & (nth <= depth))
+        tl.store(ids + fork + nth, tokens, mask=nth <= last)
         sure = tl.load(sibling_confidence + sibling * depth + nth, mask=nth < depth, other=0.0)
-        tl.store(confidence + row * (ring + 1) + (fork + 1 + nth) % ring, sure, mask=moved & (nth < depth))
+        tl.store(confidence + row * (ring + 1) + (fork + 1 + nth) % ring, sure, mask=nth < last)
         source = tl.load(point + row) + tl.load(sibling_slots + winner * depth + nth, mask=nth < depth, other=0)
         slot_positions += row * slots_stride
-        position = tl.load(slot_positions + source, mask=moved & (nth < depth), other=0)
-        tl.store(slot_positions + fork + nth, position, mask=moved & (nth < depth))
+        position = tl.load(slot_positions + source, mask=nth < last, other=0)
+        tl.store(slot_positions + fork + nth, position, mask=nth < last)
     before = tl.load(start + row)
     column = before + accepted  # where the target's own token stands
     tl.store(ids + column, token, mask=missed)
