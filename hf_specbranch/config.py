@@ -56,7 +56,8 @@ class SpecBranchConfig:
         overlap: target and draft work at the same time.
         kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
             recognised. "auto" does so in half precision, and leaves float32 models, whose tokens are promised to equal
-            plain `generate()`'s one by one, to transformers' own code; True and False decide for every dtype.
+            plain `generate()`'s one by one, to transformers' own code; True and False decide for every dtype. The
+            bookkeeping between forwards takes kernels of our own in either dtype, unless this is False.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.

@@ -80,7 +80,8 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
         simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
         for leaves in LEAVES[captured]:
-            leaves = set_or(config.runners_up, min(leaves, BLOCK - 2 - length) if captured else leaves)
+            fitting = max(0, min(leaves, BLOCK - 2 - length)) if captured else leaves
+            leaves = set_or(config.runners_up, fitting)
             found.append(replace(simple, runners_up=leaves))
             for outcomes in OUTCOMES[captured]:
                 branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))

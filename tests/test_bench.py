@@ -22,7 +22,7 @@ from hf_specbranch.bench.limit import distance_to_limit, weight_bytes
 from hf_specbranch.bench.measure import Benchmark, Plan, Progress, complaints
 from hf_specbranch.bench.predictions import predictions
 from hf_specbranch.bench.report import build
-from hf_specbranch.bench.tables import GROUPS, markdown, print_report
+from hf_specbranch.bench.tables import GROUPS, lines, markdown, print_report
 from hf_specbranch.bench.timing import TimingStreamer, percentile
 from hf_specbranch.bench.ways import TITLES, Choices, Pair, Way, check_names
 from hf_specbranch.cli import app
@@ -75,6 +75,19 @@ def test_every_way_runs_and_gives_the_tokens_of_plain_generate(finished):
     assert report["differences"]["outputs"] == 0
     assert {len(way["prompts"]) for way in report["ways"].values()} == {2}
     assert {len(entry["seconds"]) for way in report["ways"].values() for entry in way["prompts"]} == {2}
+
+
+def test_sampled_texts_are_drawn_again_the_same_and_not_compared(pair):
+    texts = []
+    for temperature in (0.0, 2.0, 2.0):
+        plan = Plan(("plain", "vanilla-stop"), Choices(gamma=2), NEW_TOKENS, stream_prompts=0, temperature=temperature)
+        benchmark = Benchmark(pair, [("p", prompt())], plan)
+        benchmark.run()
+        texts.append(benchmark.outputs[0])
+        report = build(benchmark, {"temperature": temperature}, {}, interrupted=False)
+        compared = not any("not compared" in line for line in lines(report))
+        assert compared == (temperature == 0) and not report["differences"]["outputs"]
+    assert texts[0] != texts[1] == texts[2]
 
 
 def test_the_progress_bar_knows_how_many_generations_there_are(finished):

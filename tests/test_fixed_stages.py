@@ -10,6 +10,8 @@ from hf_specbranch.decoding.draft_model import DraftModel
 from hf_specbranch.decoding.fixed_scoring import has_fixed_form
 from hf_specbranch.runners.desk import Desk
 from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.mail import Inbox
+from hf_specbranch.runners.placement import Beside
 from hf_specbranch.runners.probe import mask_maker_for
 from hf_specbranch.stats import SpecBranchStats
 
@@ -68,6 +70,33 @@ def test_a_text_read_in_chunks_is_the_text_read_at_once(length, draft):
         caches.append(torch.stack([torch.stack([layer.keys, layer.values]) for layer in runner.cache.layers]))
     torch.testing.assert_close(caches[0][..., :length, :], caches[1][..., :length, :], atol=1e-5, rtol=1e-5)
     assert caches[0][..., length - 1, :].abs().sum() > 0
+
+
+def test_a_round_that_was_begun_in_vain_counts_nowhere():
+    stats, place = SpecBranchStats(), torch.device("cpu")
+    with Beside(place, place, stats, overlap=False) as beside:
+        for gone in (1, 2):
+            with beside.working("draft"):
+                stats.draft_forwards, stats.draft_positions = 3 * gone, 4 * gone
+            with beside.working("verify"):
+                stats.target_forwards, stats.target_positions, stats.row_passes = gone, 5 * gone, gone
+            with beside.working("branch"):
+                pass
+        beside.give_up()
+        work = beside.take()
+    assert (stats.target_forwards, stats.target_positions, stats.row_passes) == (1, 5, 1)
+    assert (stats.draft_forwards, stats.draft_positions) == (3, 4)
+    assert (work["draft"].forwards, work["verify"].positions) == (3, 5)
+
+
+def test_letters_arrive_in_order_and_are_not_written_over():
+    inbox, sheet = Inbox(torch.device("cpu")), torch.tensor([[1, 2]])
+    for _ in range(3):
+        inbox.send(sheet)
+        sheet += 2
+    assert inbox.read() == [[1, 2]]
+    inbox.skip()
+    assert inbox.read() == [[5, 6]]
 
 
 def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):

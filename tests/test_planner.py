@@ -185,6 +185,13 @@ def test_what_the_user_has_set_stays():
         assert (plan.max_outcomes, plan.runners_up) == foreseen[plan.policy]
 
 
+def test_a_chain_that_fills_a_block_leaves_no_room_for_runners_up():
+    for length, most in ((4, 8), (8, 6), (13, 1), (14, 0), (15, 0), (40, 0)):
+        plans = plans_within(SpecBranchConfig(max_draft_length=length), captured=True)
+        assert max(plan.runners_up for plan in plans) == most
+        assert all(plan.runners_up in (0, most) for plan in plans)
+
+
 def test_a_draft_that_is_always_right_drafts_much_and_one_that_never_is_nothing():
     assert choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True).plan.max_draft_length == 12
     assert choose(every_plan(), [NEVER], CHEAP_DRAFT, True).plan.policy == "autoregressive"
@@ -253,9 +260,7 @@ def test_passes_are_priced_between_the_widths_that_were_timed():
 def test_a_surprise_is_thought_over_and_remembered():
     known, plans = planning.Knowledge(), every_plan()
     planner = planning.Planner(plans, True, "here", known, None, lambda: [NEVER], lambda: 10)
-    legs, leg = planner.legs(), None
-    while leg is None or leg.predicted is None:
-        leg = legs.send(None if leg is None else priced(leg, NEVER))
+    legs, leg = until_chosen(planner, NEVER)
     assert leg.plan.policy == "autoregressive"
     planner.agreements = lambda: [ALWAYS] * 4
     leg = legs.send(priced(leg, ALWAYS))  # a plan without a draft is thought over
@@ -272,9 +277,7 @@ def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
     for generation in range(20):
         ask = partial(lambda now: thoughts.append(now) or [NEVER], generation)
         planner = planning.Planner(plans, True, "here", known, None, ask, lambda: 10)
-        legs, leg = planner.legs(), None
-        while leg is None or leg.predicted is None:
-            leg = legs.send(None if leg is None else priced(leg, NEVER))
+        legs, leg = until_chosen(planner, NEVER)
         planner.end(leg, priced(leg, NEVER))
     assert sorted(set(thoughts)) == [0, 1, 3, 7, 15]  # the first choice, then after these
 
@@ -283,9 +286,7 @@ def test_texts_may_differ_without_a_change_of_plan():
     """A round that takes what it should and gains somewhat less or more is no reason to think."""
     known, plans = planning.Knowledge(), every_plan()
     planner = planning.Planner(plans, True, "here", known, None, lambda: [ALWAYS], lambda: 10)
-    legs, leg = planner.legs(), None
-    while leg is None or leg.predicted is None:
-        leg = legs.send(None if leg is None else priced(leg, ALWAYS))
+    legs, leg = until_chosen(planner, ALWAYS)
     planner.agreements = lambda: pytest.fail("it was thought over")
     took = priced(leg, ALWAYS)
     assert legs.send(took._replace(tokens=0.7 * took.tokens)).plan == leg.plan
@@ -294,6 +295,15 @@ def test_texts_may_differ_without_a_change_of_plan():
     before = dict(known.ratios)
     legs.send(took._replace(seconds=1.5 * took.seconds))
     assert known.ratios != before
+
+
+def until_chosen(planner, agreement, costs=CHEAP_DRAFT):
+    """The legs, once all is measured, and the first that follows a choice."""
+    legs = planner.legs()
+    leg = next(legs)
+    while leg.predicted is None:
+        leg = legs.send(priced(leg, agreement, costs))
+    return legs, leg
 
 
 def priced(leg, agreement, costs=CHEAP_DRAFT):
@@ -416,9 +426,7 @@ def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     planner = planning.Planner(plans, True, "here", planning.Knowledge(), None, lambda: [ALWAYS], lambda: 10)
     two_gpus = StepCosts(0.004, 0.0, 4e-4, 0.0, hidden=1.0)
-    legs, leg = planner.legs(), None
-    while leg is None or leg.predicted is None:
-        leg = legs.send(None if leg is None else priced(leg, ALWAYS, two_gpus))
+    legs, leg = until_chosen(planner, ALWAYS, two_gpus)
     assert leg.overlap
     planner.context = lambda: 5000
     leg = legs.send(priced(leg, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now

@@ -5,7 +5,7 @@ the target, what the verdict means. In torch each is a dozen kernels over a few 
 whatever it does: together they took as long as the draft itself. Here each decision is one kernel.
 
 What they must compute is written in torch in `decoding/`: `Drafter`, `Judge` and `Target` are the references of
-`QuickDrafter`, `QuickJudge` and `QuickTarget`.
+`QuickDrafter`, `QuickJudge` and `QuickTarget`. NONE is -1, as in `verify`.
 """
 
 from .advance import advance

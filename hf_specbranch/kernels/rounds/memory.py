@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..backend import power_of_two
 
-NONE = -1
 LARGEST_BLOCK = 8192  # of a vocabulary, at a time
 
 
