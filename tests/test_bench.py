@@ -77,6 +77,38 @@ def test_every_way_runs_and_gives_the_tokens_of_plain_generate(finished):
     assert {len(entry["seconds"]) for way in report["ways"].values() for entry in way["prompts"]} == {2}
 
 
+def test_without_plain_generate_the_first_way_is_what_all_are_compared_with(pair):
+    plan = Plan(check_names(("vanilla-stop", "autoregressive")), new_tokens=6, stream_prompts=0)
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], plan)
+    benchmark.run()
+    report = build(benchmark, {}, {"predictions": predictions(benchmark)}, interrupted=False)
+    assert list(report["ways"]) == ["autoregressive", "vanilla-stop"] and "plain" not in benchmark.spent
+    assert report["compared_with"] == "autoregressive" and "all outputs equal autoregressive's" in lines(report)
+    assert all(way["ratio_to_plain"] is None for way in report["ways"].values())
+    assert report["ways"]["vanilla-stop"]["ratio_to_autoregressive"] > 0
+    benchmark.outputs[0] = [*benchmark.outputs[0][:-1], 40]  # as if it had said something else
+    benchmark.measure(benchmark.measurements["vanilla-stop"], 0)
+    assert "1 outputs differ from autoregressive's" in markdown(build(benchmark, {}, {}, interrupted=False))
+
+
+def test_a_way_alone_is_compared_with_nothing(pair):
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("autoregressive",), new_tokens=4, stream_prompts=0))
+    benchmark.run()
+    assert "compared with no other's" in markdown(build(benchmark, {}, {}, interrupted=False))
+
+
+def test_where_no_way_could_start_the_reasons_are_shown(target, draft):
+    broken = copy.deepcopy(draft)
+    broken.register_forward_pre_hook(_refuse)
+    pair = Pair(specbranch(copy.deepcopy(target)), broken, None)
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("assisted",), new_tokens=4))
+    benchmark.run()
+    console = Console(file=io.StringIO(), width=100)
+    print_report(build(benchmark, {}, {}, interrupted=False), console)
+    printed = console.file.getvalue()
+    assert "nothing was measured" in printed and "assisted is left out, it failed: RuntimeError" in printed
+
+
 def test_sampled_texts_are_drawn_again_the_same_and_not_compared(pair):
     texts = []
     for temperature in (0.0, 2.0, 2.0):
@@ -239,7 +271,7 @@ def test_the_margin_of_a_differing_output_is_that_of_the_models_logits(pair):
     second = int(logits.topk(2).indices[1])
     other = [*plain[:3], second, *plain[4:]]
     found = difference(pair.target, "specbranch", "p", ids, plain, other)
-    assert (found.position, found.plain_token, found.token, found.rank) == (3, plain[3], second, 1)
+    assert (found.position, found.expected_token, found.token, found.rank) == (3, plain[3], second, 1)
     expected = float(logits[plain[3]] - logits[second])
     assert found.margin == pytest.approx(expected, abs=1e-4) and found.margin > 0
     assert found.margin_float32 == pytest.approx(expected, abs=1e-4)
@@ -251,7 +283,7 @@ def test_equal_outputs_have_no_difference_and_a_shorter_one_no_margin(pair):
     ids = prompt(length=5)["input_ids"]
     assert difference(pair.target, "way", "p", ids, [4, 5], [4, 5]) is None
     ended = difference(pair.target, "way", "p", ids, [4, 5], [4])
-    assert (ended.position, ended.plain_token, ended.token, ended.margin) == (1, 5, None, None)
+    assert (ended.position, ended.expected_token, ended.token, ended.margin) == (1, 5, None, None)
     assert summary([ended])["without_margin"] == 1
     assert first_difference([4], [9, 1]) == 0
 
@@ -365,20 +397,20 @@ def test_the_command_writes_json_markdown_and_a_picture_for_the_embedded_pair(tm
     done = run("--ways", ways, "--num-prompts", 1, "--new-tokens", 6, "--sweep", "2", "--pass-at", 32, *written)
     assert done.exit_code == 0, done.output
     report = json.loads(files["json"].read_text())
-    assert list(report["ways"]) == ["plain", "lookup", "vanilla-best", "specbranch-head"]
+    assert list(report["ways"]) == ["lookup", "vanilla-best", "specbranch-head"]
     assert report["differences"]["outputs"] == 0 and not report["interrupted"]
     assert report["versions"]["torch"] == torch.__version__ and report["settings"]["new_tokens"] == 6
     assert report["limit"]["passes"][1]["tokens"] == 8
     assert "| vanilla-best |" in files["markdown"].read_text()
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    assert "all outputs equal" in done.output and "sweep for vanilla-best" in done.output
+    assert "all outputs equal lookup's" in done.output and "sweep for vanilla-best" in done.output
 
 
 @pytest.mark.slow
 def test_a_grown_pair_runs_with_its_grown_head(tmp_path):
     done = run(
-        "--draft", "weak", "--grow", "160m:68m", "--ways", "specbranch-head", "--num-prompts", 1, "--new-tokens", 4,
-        "--stream-prompts", 0, "--pass-at", "", "--json", tmp_path / "b.json",
+        "--draft", "weak", "--grow", "160m:68m", "--ways", "plain,specbranch-head", "--num-prompts", 1,
+        "--new-tokens", 4, "--stream-prompts", 0, "--pass-at", "", "--json", tmp_path / "b.json",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "b.json").read_text())
@@ -397,7 +429,7 @@ def test_a_run_cut_short_shows_and_writes_what_is_measured_so_far(stop, code, tm
 
     hook = torch.nn.modules.module.register_module_forward_hook(interrupt)
     try:
-        done = run("--ways", "autoregressive", "--new-tokens", 4, "--json", tmp_path / "b.json")
+        done = run("--ways", "plain,autoregressive", "--new-tokens", 4, "--json", tmp_path / "b.json")
     finally:
         hook.remove()
     assert done.exit_code == code, done.output
@@ -412,6 +444,7 @@ def test_a_run_cut_short_shows_and_writes_what_is_measured_so_far(stop, code, tm
     ("arguments", "message"),
     [
         (["--ways", "plain,warp"], "unknown ways warp: expected some of plain, static"),
+        (["--ways", ","], "no ways are named: expected some of plain, static"),
         (["--sweep", "2,x"], "--sweep 2,x: expected whole numbers"),
         (["--sweep", ""], "--sweep is empty"),
         (["--sweep-epsilon", "0.2,3"], "--sweep-epsilon 0.2,3: expected numbers from 0 to 1"),

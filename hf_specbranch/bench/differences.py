@@ -1,4 +1,4 @@
-"""Where an output differs from plain `generate()`'s, and how close a call that was.
+"""Where an output differs from that of the way all are compared with, and how close a call that was.
 
 In bf16 a pass over several tokens rounds differently from a pass over one. Where two tokens are almost equally
 likely, either may win; that is a near-tie. A difference with a clear margin is a bug.
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of one output. Margins are logits of plain's token minus those of the other."""
+    """The first difference of one output. Margins are logits of the expected token minus those of the other."""
 
     way: str
     prompt: str
     position: int  # among the new tokens
-    plain_token: int | None  # None: plain's output ends here
+    expected_token: int | None  # None: the output it is compared with ends here
     token: int | None
     margin: float | None = None  # by the model's logits, as they come
     margin_float32: float | None = None  # by the same last hidden state, with the output layer in float32
@@ -32,43 +32,43 @@ class Difference:
         return asdict(self)
 
 
-def first_difference(plain: list[int], other: list[int]) -> int | None:
+def first_difference(expected: list[int], other: list[int]) -> int | None:
     """The first position at which two outputs differ; None if they are equal.
 
     Example:
         >>> first_difference([4, 5, 6], [4, 9, 6])
         1
     """
-    if plain == other:
+    if expected == other:
         return None
-    pairs = zip(plain, other)
-    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(plain), len(other)))
+    pairs = zip(expected, other)
+    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(expected), len(other)))
 
 
 def difference(
-    model: PreTrainedModel, way: str, prompt: str, input_ids: Tensor, plain: list[int], other: list[int]
+    model: PreTrainedModel, way: str, prompt: str, input_ids: Tensor, expected: list[int], other: list[int]
 ) -> Difference | None:
     """Compare two outputs that follow `input_ids` [1, P]; at the first difference, ask the model for its logits.
 
     Returns:
         None if they are equal.
     """
-    at = first_difference(plain, other)
+    at = first_difference(expected, other)
     if at is None:
         return None
-    if at >= min(len(plain), len(other)):  # one output is the beginning of the other
-        ends = [tokens[at] if at < len(tokens) else None for tokens in (plain, other)]
+    if at >= min(len(expected), len(other)):  # one output is the beginning of the other
+        ends = [tokens[at] if at < len(tokens) else None for tokens in (expected, other)]
         return Difference(way, prompt, at, ends[0], ends[1])
-    common = torch.tensor([plain[:at]], dtype=input_ids.dtype, device=input_ids.device)
-    tokens = torch.tensor([plain[at], other[at]], device=input_ids.device)
+    common = torch.tensor([expected[:at]], dtype=input_ids.dtype, device=input_ids.device)
+    tokens = torch.tensor([expected[at], other[at]], device=input_ids.device)
     return Difference(
-        way, prompt, at, plain[at], other[at], *_margins(model, torch.cat([input_ids, common], 1), tokens)
+        way, prompt, at, expected[at], other[at], *_margins(model, torch.cat([input_ids, common], 1), tokens)
     )
 
 
 @torch.no_grad()
 def _margins(model: PreTrainedModel, prefix: Tensor, tokens: Tensor) -> tuple[float, float, float, int]:
-    """Both margins, spacing and rank after `prefix` [1, L] for plain's token and the other, [2]."""
+    """Both margins, spacing and rank after `prefix` [1, L] for the expected token and the other, [2]."""
     output = model(input_ids=prefix, output_hidden_states=True, use_cache=False)
     logits = output.logits[0, -1]  # [V]
     first, second = logits[tokens].float().tolist()

@@ -7,7 +7,8 @@ The order of a run:
    Where nothing is captured or compiled, a generation of a few tokens and one more like it tell the same, and the cache
    of the other tokens is added to the peak.
 2. Ways that capture or compile sizes meet the longest and the shortest prompt again, unmeasured.
-3. Prompt by prompt, every way in turn, `repeat` times; outputs are compared with plain `generate()`'s.
+3. Prompt by prompt, every way in turn, `repeat` times; outputs are compared with those of the first way: plain
+   `generate()` where it takes part, which is slow on a GPU and may be left out.
 4. A few prompts once more with a streamer that notes when tokens arrive. It has a pass of its own, since a streamer may
    make the device wait.
 """
@@ -36,7 +37,7 @@ class Plan:
     """What to run.
 
     Args:
-        names: ways by name, "plain" among them.
+        names: ways by name, in the order of `TITLES`.
         choices: what the user set for our ways.
         new_tokens: at most, for each prompt.
         repeat: measured runs of a way on a prompt.
@@ -95,9 +96,14 @@ class Benchmark:
         self.measurements: dict[str, Measurement] = {}
         self.sweeps: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}  # ways that could not start, and why
-        self.outputs: dict[int, list[int]] = {}  # plain generate()'s, by prompt
+        self.outputs: dict[int, list[int]] = {}  # of the reference, by prompt
         self.spent: dict[str, float] = {}  # seconds of all generations of a way so far
         self.pace: dict[str, float] = {}  # seconds a token of its last one
+
+    @property
+    def reference(self) -> str | None:
+        """The way whose outputs the others' are compared with: the first that could start."""
+        return next(iter(self.measurements), None)
 
     @property
     def longest(self) -> int:
@@ -218,16 +224,16 @@ class Benchmark:
         return max(tried, key=lambda entry: entry[0])[1]
 
     def measure(self, measurement: Measurement, prompt: int) -> None:
-        """One measured generation, compared with plain `generate()`'s."""
+        """One measured generation, compared with the reference's."""
         found = self._generate(measurement.way, prompt)
-        plain = self.outputs.setdefault(prompt, found.tokens)  # plain generate() comes first
+        expected = self.outputs.setdefault(prompt, found.tokens)  # the reference comes first
         known = measurement.prompts.setdefault(prompt, OnPrompt(len(found.tokens), stats=found.stats))
         known.seconds.append(found.seconds)
         known.decode_seconds += [found.decode] if found.stats is not None else []
         ids, name = self.inputs[prompt]["input_ids"], self.ids[prompt]
         if self.plan.temperature > 0 or any(entry.prompt == name for entry in measurement.differences):
             return
-        seen = difference(self.pair.target, measurement.way.name, name, ids, plain, found.tokens)
+        seen = difference(self.pair.target, measurement.way.name, name, ids, expected, found.tokens)
         measurement.differences += [seen] if seen is not None else []
 
     def stream(self, measurement: Measurement, prompt: int) -> None:

@@ -1,6 +1,6 @@
 """Is the simulation right? Each of our ways is predicted from what the others took, and held against its measurement.
 
-Plain `generate()`'s texts are known by then, so all that is run is one pass of the draft over each of them.
+The texts are known by then, so all that is run is one pass of the draft over each of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def predictions(benchmark: Benchmark) -> dict[str, Any] | None:
 
 
 def record(benchmark: Benchmark) -> dict[int, Agreement]:
-    """What the draft makes of plain `generate()`'s text, by prompt; texts of one token are left out."""
+    """What the draft makes of the reference's text, by prompt; texts of one token are left out."""
     wanted = [way.settings.max_branches for found in benchmark.measurements.values() if (way := found.way).settings]
     found = {}
     for prompt, tokens in benchmark.outputs.items():

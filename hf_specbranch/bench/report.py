@@ -34,8 +34,8 @@ def row(measurement: Measurement, plain: Measurement | None, ours: Measurement |
 
     Args:
         measurement: of the way.
-        plain: of plain `generate()`.
-        ours: of our autoregressive way.
+        plain: of plain `generate()`, if that took part.
+        ours: of our autoregressive way, if that did.
         longest: index of the longest prompt, on which each way started.
     """
     speeds = [found.speed for found in measurement.prompts.values()]
@@ -98,6 +98,7 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
             for name, measurement in found.items()
         },
         "sweeps": benchmark.sweeps,
+        "compared_with": benchmark.reference,
         "differences": {**summary(everything), "each": [entry.to_dict() for entry in everything]},
         **extras,
     }

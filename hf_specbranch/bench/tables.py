@@ -46,9 +46,9 @@ GROUPS = (
     ),
 )
 LEGEND = (
-    "x plain, x autoreg: speed over plain generate() and over our autoregressive way, medians over prompts. "
-    "tok/pass: committed tokens a target pass. p50, p95: gaps between streamed tokens (0 within a round), in a pass of "
-    "its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first generation. runtime: "
+    "x plain, x autoreg: speed over plain generate() and over our autoregressive way, where these ran; medians over "
+    "prompts. tok/pass: committed tokens a target pass. p50, p95: gaps between streamed tokens (0 within a round), in a "
+    "pass of its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first generation. runtime: "
     "what ran our ways. s/run: seconds a measured generation, the median."
 )
 
@@ -63,6 +63,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     ways = report["ways"]
     if not ways:
         console.print("nothing was measured")
+        for line in lines(report):
+            console.print(line, highlight=False)
         return
     groups = [tuple(column for group in GROUPS for column in group)] if console.width >= WIDE else GROUPS
     for group in groups:
@@ -103,7 +105,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     said.append(
         f"sampled at temperature {sampled:g}; outputs are not compared"
         if sampled
-        else _difference_line(report["differences"])
+        else _difference_line(report["differences"], report["compared_with"], len(report["ways"]))
     )
     if predictions := report.get("predictions"):
         said += _prediction_lines(predictions)
@@ -142,13 +144,16 @@ def _sweep_line(name: str, tried: list[dict[str, Any]]) -> str:
     return f"sweep for {name}: best {shown(best)} (tokens/s {figures})"
 
 
-def _difference_line(found: dict[str, Any]) -> str:
+def _difference_line(found: dict[str, Any], reference: str | None, ways: int) -> str:
+    if ways < 2:
+        return "one way alone: its outputs are compared with no other's"
+    whose = "plain generate()'s" if reference == "plain" else f"{reference}'s"
     if not found["outputs"]:
-        return "all outputs equal plain generate()'s"
+        return f"all outputs equal {whose}"
     if found["largest_margin"] is None:
-        return f"{found['outputs']} outputs differ from plain generate()'s, only in where they end"
+        return f"{found['outputs']} outputs differ from {whose}, only in where they end"
     return (
-        f"{found['outputs']} outputs differ from plain generate()'s; the largest logit margin at a first difference is "
+        f"{found['outputs']} outputs differ from {whose}; the largest logit margin at a first difference is "
         f"{found['largest_margin']:.3g} ({found['largest_margin_in_spacings']:.1f} steps of the dtype), "
         f"{found['largest_margin_float32']:.3g} with the output layer in float32"
     )

@@ -120,10 +120,12 @@ class Way:
 
 
 def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in the order of `TITLES`; plain `generate()` always takes part, all else is held against it."""
+    """The names in the order of `TITLES`, in which they run; outputs are compared with those of the first."""
     if unknown := sorted(set(names) - set(TITLES)):
         raise ValueError(f"unknown ways {', '.join(unknown)}: expected some of {', '.join(TITLES)}")
-    return tuple(name for name in TITLES if name in names or name == "plain")
+    if not names:
+        raise ValueError(f"no ways are named: expected some of {', '.join(TITLES)}")
+    return tuple(name for name in TITLES if name in names)
 
 
 def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None) -> dict[str, Way]:

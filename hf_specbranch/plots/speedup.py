@@ -25,7 +25,10 @@ def save_speedup(report: dict[str, Any], path: str | Path) -> None:
     figure = new_figure(14, height + (4 if predictions else 0))
     above, below = figure.subfigures(2, 1, height_ratios=(height, 4)) if predictions else (figure, None)
     speed, rollback, accepted = above.subplots(1, 3, width_ratios=(5, 4, 5))
-    _bars(speed, ways, "ratio_to_plain", "speed over plain generate()", "{:.2f}x")
+    if "plain" in ways:
+        _bars(speed, ways, "ratio_to_plain", "speed over plain generate()", "{:.2f}x")
+    else:
+        _bars(speed, ways, "tokens_per_second", "tokens a second", "{:.1f}")
     _bars(rollback, ways, "rollback_rate", "rollback rate", "{:.2f}")
     rollback.set_xlim(0, 1)
     _histogram(accepted, ways)
