@@ -46,6 +46,9 @@ class Agreement:
         if self.chances and len(self.chances) != len(self.rank):
             raise ValueError(f"chances at {len(self.chances)} of {len(self.rank)} tokens: expected all or none")
 
+    def __hash__(self) -> int:
+        return hash(self.rank)  # of a thousand numbers these tell texts apart, in a fraction of the time
+
     @property
     def rate(self) -> float:
         """How often the draft's first candidate was the target's token."""

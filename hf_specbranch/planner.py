@@ -126,7 +126,8 @@ def choose(
         ratio = likely_ratio(plan, ratios or {})
         return Choice(plan, ratio * expected.tokens_per_second, expected.tokens_per_pass)
 
-    best = max((judged(replace(plan, overlap=plan.overlap and overlap)) for plan in plans), key=lambda each: each[1])
+    possible = [plan if overlap or not plan.overlap else replace(plan, overlap=False) for plan in plans]
+    best = max(map(judged, possible), key=lambda choice: choice.tokens_per_second)
     if current is None:
         return best
     now = judged(current)

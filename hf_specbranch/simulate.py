@@ -17,7 +17,8 @@ recorded confidence stands in. Reading the prompt is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -97,15 +98,14 @@ class StepCosts:
         prices = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PRICES}
         return {**prices, "speed_ratio": self.speed_ratio, "hidden": self.hidden}
 
-    def seconds(self, rounds: Sequence[Round], overlap: bool = True) -> float:
-        """What these rounds take together."""
-        hidden = self.hidden if overlap else 0.0
-        total = 0.0
-        for each in rounds:
-            verify, ahead = self.parts(each)
-            total += each.steps_before * self.draft_step + verify + ahead - hidden * min(verify, ahead)
-            total += self.waiting if each.steps_beside else 0.0
-        return total
+    def seconds(self, rounds: Iterable[Round] | Mapping[Round, int], overlap: bool = True) -> float:
+        """What these rounds take together; of many that are alike one may be given, and how often it came."""
+        return sum(count * self._round(each, overlap) for each, count in Counter(rounds).items())
+
+    def _round(self, each: Round, overlap: bool) -> float:
+        verify, ahead = self.parts(each)
+        saved = self.hidden * min(verify, ahead) if overlap else 0.0
+        return each.steps_before * self.draft_step + verify + ahead - saved + self.waiting * (each.steps_beside > 0)
 
     def pass_over(self, sent: int) -> float:
         """Seconds of a pass over one token and so many further ones."""
@@ -125,10 +125,17 @@ class StepCosts:
         return verify, each.steps_beside * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
 
 
-@lru_cache(maxsize=128)
-def _replayed(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> tuple[Round, ...]:
-    """A replay knows no costs, so a text that is thought over again need not be played again."""
-    return tuple(replay(agreement, config, captured))
+@lru_cache(maxsize=256)
+def _counted(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> tuple[int, Counter[Round]]:
+    """Tokens of a replay, and how often each kind of round came, whatever it committed.
+
+    A replay knows no costs, so a text that is thought over again need not be played again.
+    """
+    tokens, kinds = 0, Counter[Round]()
+    for (sent, committed, before, beside, width), count in Counter(replay(agreement, config, captured)).items():
+        tokens += count * committed
+        kinds[Round(sent, 0, before, beside, width)] += count
+    return tokens, kinds
 
 
 class Prediction(NamedTuple):
@@ -159,10 +166,13 @@ def predict(
         >>> round(predict([agreement], SpecBranchConfig(policy="vanilla", max_draft_length=4), costs).speedup, 2)
         3.57
     """
-    rounds = [each for agreement in agreements for each in _replayed(agreement, config, captured)]
-    tokens, seconds = sum(each.committed for each in rounds), costs.seconds(rounds, config.overlap)
-    if not rounds:
+    tokens, kinds = 0, Counter[Round]()
+    for agreement in agreements:
+        gained, rounds = _counted(agreement, config, captured)
+        tokens += gained
+        kinds.update(rounds)
+    if not kinds:
         raise ValueError("nothing to predict from: record at least two new tokens")
-    speed = tokens / seconds
-    steps = sum(each.steps_before + each.steps_beside for each in rounds)
-    return Prediction(speed, speed * costs.target_pass, tokens / len(rounds), steps / len(rounds))
+    speed, passes = tokens / costs.seconds(kinds, config.overlap), kinds.total()
+    steps = sum(count * (each.steps_before + each.steps_beside) for each, count in kinds.items())
+    return Prediction(speed, speed * costs.target_pass, tokens / passes, steps / passes)

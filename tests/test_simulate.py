@@ -1,9 +1,13 @@
 """The replay counts what the engine counts, and its prices add up."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench.prompts import python_prompts
@@ -109,6 +113,34 @@ def test_recordings_are_kept_in_files(pair, tmp_path):
     (tmp_path / "other.json").write_text('{"policy": "pearl"}')
     with pytest.raises(ValueError, match="other.json: no recording of agreement"):
         load_agreements(tmp_path / "other.json")
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_correction_stands_where_sorting_all_that_were_foreseen_puts_it(data):
+    """A chain of fixed length is rejected at its first wrong token, and saved by a runner-up if that is among them."""
+    length, leaves = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
+    chance = st.sampled_from((0.0, 0.1, 0.2, 0.3, 0.6))
+    chances = [tuple(sorted(data.draw(st.tuples(*[chance] * 4)), reverse=True)) for _ in range(length + 3)]
+    rank = data.draw(st.integers(1, 3))
+    wrong = data.draw(st.integers(1, length))
+    ranks = [0] * wrong + [rank] + [0] * (length + 2 - wrong)
+    text = Agreement(tuple(each[0] for each in chances), tuple(ranks), 4, tuple(chances))
+    foreseen = sorted(
+        (prod(each[0] for each in chances[1 : 1 + place]) * chances[1 + place][other], place, other)
+        for place in range(length)
+        for other in (1, 2, 3)
+    )
+    place, *_ = (nth for nth, (*_, at, other) in enumerate(reversed(foreseen)) if (at, other) == (wrong - 1, rank))
+    saved = place < leaves and foreseen[-1 - place][0] > 0
+    plan = SpecBranchConfig("vanilla", length, confidence_threshold=0.0, runners_up=leaves)
+    assert replay(text, plan)[0].committed == wrong + saved
+
+
+def test_rounds_that_are_alike_may_be_counted_before_they_are_priced():
+    rounds = [Round(4, 5, 1, 5, 3), Round(4, 2, 0, 5, 3), Round(4, 5, 1, 5, 3)]
+    assert COSTS.seconds(Counter(rounds)) == pytest.approx(COSTS.seconds(rounds))
+    assert COSTS.seconds(rounds) == pytest.approx(sum(COSTS.seconds([each]) for each in rounds))
 
 
 def test_a_recording_tells_how_often_the_draft_is_right(pair):

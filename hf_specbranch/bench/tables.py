@@ -47,9 +47,9 @@ GROUPS = (
 )
 LEGEND = (
     "x plain, x autoreg: speed over plain generate() and over our autoregressive way, where these ran; medians over "
-    "prompts. tok/pass: committed tokens a target pass. p50, p95: gaps between streamed tokens (0 within a round), in a "
-    "pass of its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first generation. runtime: "
-    "what ran our ways. s/run: seconds a measured generation, the median."
+    "prompts. tok/pass: committed tokens a target pass. p50, p95: gaps between streamed tokens (0 within a round), in "
+    "a pass of its own. warm: first generation minus a later one of the same prompt. GiB: peak of the first "
+    "generation. runtime: what ran our ways. s/run: seconds a measured generation, the median."
 )
 
 
