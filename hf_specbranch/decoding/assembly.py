@@ -226,7 +226,7 @@ class Assembly:
         first = call.first_position(self.attention)
         return (QuickTarget if self.quick else Target)(
             desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats,
+            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention),
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:

@@ -11,9 +11,10 @@ from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
 from .fixed_scoring import FixedScorer
+from .reading import is_short, read_in_chunks
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
 
-CHUNK, LONGEST = 32, 1024  # tokens of a text that are read at a time where stages are captured; longer texts are not
+CHUNK, MOST = 32, 1024  # tokens read at a time where stages are captured; tokens of the longest texts read so
 
 
 class DraftModel:
@@ -63,25 +64,12 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        if self.desk.fixed and mask is None and CHUNK <= tokens.shape[1] <= LONGEST:
-            self._read_in_chunks(tokens)
+        if self.desk.fixed and mask is None and is_short(tokens, CHUNK, MOST):
+            read_in_chunks(self.runner, self.own_tokens(tokens), self.positions, CHUNK)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # it must see every prefix, this one too
             self.distribution_behind(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
-
-    def _read_in_chunks(self, tokens: Tensor) -> None:
-        """Read a text through replays of one captured pass: launching an eager one takes longer than to compute it.
-
-        The last chunk ends where the text does, and reads some tokens a second time.
-        """
-        rows, length = tokens.shape
-        self.runner.reserve(rows, length)
-        for first in (*range(0, length - CHUNK, CHUNK), length - CHUNK):
-            some = slice(first, first + CHUNK)
-            columns = self.slots[some].repeat(rows, 1)
-            visible = self.text_up_to(columns, length)
-            self.runner.forward(self.own_tokens(tokens[:, some]), self.positions[:, some], columns, visible)
 
     def forward(self, tokens: Tensor, columns: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
         """Logits [B, Q, V] for tokens that stand in these columns and are kept in these slots."""

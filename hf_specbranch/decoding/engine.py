@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..config import SpecBranchConfig
 from ..runners.choose import runner_for
@@ -30,6 +30,10 @@ from .scoring import Processor
 from .stopping import Stopper
 from .target import Target
 from .text import Text
+
+# What transformers gives a forward over tokens alone, and how a model would say that it does more with a prompt.
+USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
 
 
 @dataclass
@@ -91,6 +95,24 @@ class Call:
         if positions is None:
             return -(~attention).sum(1)
         return positions[:, -1].expand(self.rows) - (attention.shape[1] - 1)
+
+    def is_tokens_alone(self, attention: Tensor) -> bool:
+        """Whether all the target is to read are the tokens of the prompt, one behind the other, none of them padding.
+
+        Then it may read them in any way; otherwise only the model's own generation path knows how.
+        """
+        given = {name for name, value in self.model_kwargs.items() if value is not None and value is not False}
+        model, length = type(self.model), self.input_ids.shape[1]
+        if given - USUAL_INPUTS or attention.shape[1] != length or (self.past is not None and past_length(self.past)):
+            return False
+        if any(getattr(model, name) is not getattr(GenerationMixin, name) for name in OWN_WAYS):
+            return False
+        positions: Tensor | None = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            usual = torch.arange(length, dtype=positions.dtype, device=positions.device)
+            if not torch.equal(positions, usual.expand(*positions.shape[:-1], -1)):
+                return False
+        return bool(attention.all())
 
 
 def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:

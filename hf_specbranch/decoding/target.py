@@ -12,8 +12,11 @@ from ..runners.base import Step
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
+from .reading import is_short, read_in_chunks
 from .records import Chain, Leaves
 from .text import Text
+
+CHUNK, MOST = 64, 512  # tokens read at a time where stages are captured; tokens of the longest prompts read so
 
 
 class Target:
@@ -33,6 +36,7 @@ class Target:
         outputs: what else the forward must return, e.g. `{"output_hidden_states": True}`.
         feature_layers: the hidden states that hooks want to read.
         stats: where to count.
+        tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
     """
 
     def __init__(
@@ -47,10 +51,11 @@ class Target:
         outputs: dict[str, Any],
         feature_layers: tuple[int, ...],
         stats: SpecBranchStats,
+        tokens_alone: bool = False,
     ) -> None:
         self.desk, self.runner, self.device = desk, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
-        self.feature_layers = feature_layers
+        self.feature_layers, self.tokens_alone = feature_layers, tokens_alone
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
         self.first_position = desk.tensor("target.first_position", (rows, 1))
@@ -63,11 +68,15 @@ class Target:
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
+        self._count()
+        prompt = self.text.ids[:, : self.text.prompt_length]
+        if self.desk.fixed and self.tokens_alone and is_short(prompt, CHUNK, MOST):
+            positions = self._positions(self.slots[None])  # [B, capacity]
+            return Step(self.desk.keep("target.logits1", read_in_chunks(self.runner, prompt, positions, CHUNK)))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
         output = self.run_prefill()
-        self._count()
         logits = output.logits[:, -1:]
         if self.desk.fixed:
             return Step(self.desk.keep("target.logits1", logits))

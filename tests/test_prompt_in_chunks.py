@@ -1,0 +1,236 @@
+"""Where stages are captured, short prompts are read through replays of one pass: the text is what it is without."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from hf_specbranch import specbranch
+from hf_specbranch.decoding import target as target_module
+from hf_specbranch.decoding.target import Target
+from hf_specbranch.runners.desk import Desk
+from hf_specbranch.runners.eager import EagerRunner, round_up
+from hf_specbranch.runners.graph import MOST_QUERIES
+
+from . import sampling
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
+from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+
+ROOM = 640  # positions of the models here
+
+
+@pytest.fixture
+def fixed_stages(monkeypatch):
+    """Desks, and room in caches, as where stages are captured."""
+    reserve = EagerRunner.reserve
+    monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, round_up(slots)))
+    monkeypatch.setattr(EagerRunner, "captures", True)
+    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+
+
+@pytest.fixture
+def read(monkeypatch, fixed_stages):
+    """The lengths of prompts that a target has read in chunks, as they come."""
+    lengths, original = [], target_module.read_in_chunks
+
+    def look_on(runner, tokens, positions, chunk):
+        lengths.append(tokens.shape[1])
+        return original(runner, tokens, positions, chunk)
+
+    monkeypatch.setattr(target_module, "read_in_chunks", look_on)
+    return lengths
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = llama(seed=0, max_position_embeddings=ROOM)
+    return target, noisy_copy(target, noise=0.25, seed=1)
+
+
+def tokens(length, rows=1):
+    torch.manual_seed(length)
+    return torch.randint(3, VOCABULARY, (rows, length))
+
+
+def run(ids, **more):
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, **more}
+
+
+def sharpened(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return model.eval()
+
+
+def test_a_chunk_is_a_pass_that_is_captured():
+    assert target_module.CHUNK <= MOST_QUERIES
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 512, 513])
+def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
+    """Short prompts are read in chunks; all rows together are not to take longer to compute than to launch."""
+    target, draft = pair
+    kwargs = run(tokens(length, rows))
+    model = attached(target)
+    settings = config(gamma=3, max_outcomes=2, runners_up=2)
+    assert torch.equal(model.generate(**kwargs, assistant_model=draft, specbranch=settings), target.generate(**kwargs))
+    assert not model.specbranch_stats.slowed_by
+    assert read == ([length] if length <= most else [])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_goes_on_from_a_prompt_read_in_chunks(policy, read, pair):
+    target, draft = pair
+    kwargs = run(tokens(70, rows=2), max_new_tokens=40, eos_token_id=[EOS, *range(10, 14)])
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(policy, runners_up=3))
+    assert torch.equal(out, target.generate(**kwargs)) and read == [70]
+
+
+@pytest.mark.parametrize("length", [3, 100])
+def test_keys_and_values_are_those_of_the_prompt_read_at_once(length, read, pair):
+    target, draft = pair
+    kwargs = run(tokens(length, rows=2), return_dict_in_generate=True, min_new_tokens=12)
+    ours = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(gamma=2, runners_up=2))
+    theirs = target.generate(**kwargs)
+    assert torch.equal(ours.sequences, theirs.sequences) and read == [length]
+    for mine, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, other.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(mine.values, other.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [5, 65, 130])
+def test_a_sliding_window_slides_over_chunks(length, read):
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=20, max_position_embeddings=ROOM, eos_token_id=EOS, pad_token_id=PAD,
+    )  # fmt: skip
+    target = sharpened(MistralForCausalLM(MistralConfig(**settings)))
+    kwargs = run(tokens(length), max_new_tokens=40)
+    out = attached(target).generate(**kwargs, assistant_model=noisy_copy(target, 0.1, 1), specbranch=config())
+    assert torch.equal(out, target.generate(**kwargs)) and read == [length]
+
+
+@pytest.mark.parametrize("length", [65, 98])
+def test_filling_does_not_leave_the_positions_a_model_has_learned(length, read):
+    torch.manual_seed(0)
+    settings = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=100)
+    target = sharpened(GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=EOS, bos_token_id=1, pad_token_id=PAD)))
+    kwargs = run(tokens(length), max_new_tokens=100 - length)
+    out = attached(target).generate(**kwargs, assistant_model=noisy_copy(target, 0.1, 1), specbranch=config())
+    assert torch.equal(out, target.generate(**kwargs)) and read == [length]
+
+
+def test_samples_follow_the_targets_distribution(read, monkeypatch):
+    monkeypatch.setattr(target_module, "MOST", 64 * sampling.ROWS)
+    model, _ = sampling_pair()
+    settings = config(gamma=2, k=3, epsilon=0.2, draft_sampling="sample", max_outcomes=3, runners_up=3)
+    assert p_value(draw(settings, samples=3_000), exact_distribution(model)) > SMALLEST_P
+    assert read == [sampling.PROMPT.shape[1]] * 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_chat_goes_on_from_its_cache(whole, read, pair):
+    """The first turn is read in chunks; the others begin behind what is cached, whether or not that is passed again."""
+    target, draft = pair
+    texts = []
+    for speaker, extra in ((target, {}), (attached(target), {"assistant_model": draft, "specbranch": config()})):
+        cache, text = DynamicCache(config=target.config), tokens(70)
+        ids = text
+        for turn in range(3):
+            kwargs = run(ids, attention_mask=torch.ones_like(text), past_key_values=cache, min_new_tokens=12)
+            answer = speaker.generate(**kwargs, **extra)[:, ids.shape[1] :]
+            text = torch.cat([text, answer, tokens(5 + turn)], dim=1)
+            ids = text if whole else text[:, cache.get_seq_length() :]
+        texts.append(text)
+    assert torch.equal(*texts) and read == [70]
+
+
+def embedded(target, ids):
+    return {"input_ids": ids[:, :0], "inputs_embeds": target.get_input_embeddings()(ids)}
+
+
+def embedded_beside_its_tokens(target, ids):
+    return {"inputs_embeds": target.get_input_embeddings()(ids.flip(1))}
+
+
+def padded(target, ids):
+    return {"attention_mask": torch.ones_like(ids).index_fill_(1, torch.arange(3), 0)}
+
+
+def hidden_in_part(target, ids):
+    return {**padded(target, ids), "position_ids": torch.arange(ids.shape[1])[None]}
+
+
+def shifted(target, ids):
+    return {"position_ids": torch.arange(ids.shape[1])[None] + 4}
+
+
+def stretched(target, ids):
+    positions = torch.arange(ids.shape[1])[None].clone()
+    positions[:, :20] = 0
+    return {"position_ids": positions}
+
+
+SPECIAL = (embedded, embedded_beside_its_tokens, padded, hidden_in_part, shifted, stretched)
+
+
+@pytest.mark.parametrize("special", SPECIAL, ids=lambda special: special.__name__)
+def test_a_prompt_that_is_more_than_tokens_takes_the_models_own_path(special, read, pair):
+    target, draft = pair
+    ids = tokens(70)
+    kwargs = run(ids) | special(target, ids)
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config())
+    assert torch.equal(out, target.generate(**kwargs)) and not read
+
+
+class Whispering(LlamaForCausalLM):
+    """Does something to a prompt before it is read."""
+
+    def prepare_inputs_for_generation(self, input_ids, *args, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if is_first_iteration:
+            inputs["input_ids"] = inputs["input_ids"].flip(1)
+        return inputs
+
+
+def test_a_model_that_prepares_prompts_in_its_own_way_does_so(read, pair):
+    target, draft = copy.deepcopy(pair[0]), pair[1]
+    target.__class__ = Whispering
+    kwargs = run(tokens(70))
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config())
+    assert torch.equal(out, target.generate(**kwargs)) and not read
+
+
+@pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])
+@pytest.mark.gpu
+def test_a_prompt_is_read_with_few_replays(policy, pair, monkeypatch):
+    target, draft = (copy.deepcopy(model).to("cuda") for model in pair)
+    model, replays = specbranch(copy.deepcopy(target)), []
+    replay, prefill = torch.cuda.CUDAGraph.replay, Target.prefill
+
+    def count(graph):
+        replays.append(1)
+        replay(graph)
+
+    def then_stop_counting(self):
+        replays.clear()
+        step = prefill(self)
+        counts.append(len(replays))
+        return step
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", count)
+    monkeypatch.setattr(Target, "prefill", then_stop_counting)
+    for kernels in (False, True):
+        counts = []
+        for length in (100, 100, 30, 65):
+            kwargs = {**run(tokens(length).to("cuda")), "max_new_tokens": 40}
+            settings = config(policy, runtime="graph", kernels=kernels)
+            got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
+            assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
+        assert counts == [2, 2, 1, 2]
