@@ -34,7 +34,7 @@ from hf_specbranch.decoding.records import Branches, Chain, Feedback, Leaves, Re
 from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Text
-from hf_specbranch.decoding.verify import NONE
+from hf_specbranch.decoding.verify import NONE, judge_choices, judge_samples
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.rounds import memory, tips
@@ -285,10 +285,13 @@ def branch_tips(made, step):
 
 
 def what_the_draft_says(made, queries):
-    """Logits over its own vocabulary, what they mean for the target's, and tokens someone chose from that."""
+    """Logits over its own vocabulary, what they mean for the target's, noise, and tokens drawn with that."""
     logits = 3 * torch.randn((made.line.count, queries, made.model.own_vocabulary), device=DEVICE)
+    logits = logits.masked_fill(torch.rand_like(logits) < 0.3, -torch.inf)  # as by processors
+    logits[..., 3] = 1.0
     said = made.model.distribution(logits, lambda: None, [])
-    return logits, said, randint(0, said.shape[2] - 1, said.shape[:2])
+    noise = torch.empty((*said.shape[:2], min(said.shape[2], logits.shape[2])), device=DEVICE).exponential_()
+    return logits, said, noise, (said[..., : noise.shape[2]] / noise).argmax(-1)
 
 
 def assert_tips(got, expected, queries=slice(None)):
@@ -301,20 +304,20 @@ def assert_tips(got, expected, queries=slice(None)):
 
 @on_kernels()
 @given(cases(*EVERY), st.integers(0, 2), st.booleans(), st.booleans())
-def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further, sticky, is_chosen):
+def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further, sticky, is_drawn):
     plain, quick = both(case)
-    line, (logits, said, chosen) = plain.line, what_the_draft_says(plain, 1)
+    line, (logits, said, noise, drawn) = plain.line, what_the_draft_says(plain, 1)
     flag, bound = plain.ahead.clone(), line.end + randint(-2, 1, (case.rows,))
     line.note(said[:, 0])
-    line.next.copy_(chosen[:, 0] if is_chosen else line.next)
+    line.next.copy_(drawn[:, 0] if is_drawn else line.next)
     going = flag & (line.end < bound + further) & ~plain.hooks.stop(line.state(line.end))
     line.extend(going)
     plain.count += going
 
     after, flag = quick._line_tips(1, SHOWN), flag.clone()
     rounds.advance(
-        said if is_chosen else logits, quick.line_memory, after, quick.model.positions, flag, bound, quick.count,
-        further, case.epsilon, sticky, chosen=chosen if is_chosen else None,
+        logits, quick.line_memory, after, quick.model.positions, flag, bound, quick.count, further, case.epsilon,
+        sticky, noise=noise if is_drawn else None,
     )  # fmt: skip
     assert torch.equal(flag, going if sticky else plain.ahead)
     assert_alike(quick, plain)
@@ -323,25 +326,25 @@ def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further,
 
 @on_kernels(examples=15)
 @given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3), st.booleans())
-def test_kernel_advance_extends_all_branches(case, step, is_chosen):
+def test_kernel_advance_extends_all_branches(case, step, is_drawn):
     plain, quick = both(case)
     step, siblings, line = step % plain.depth, plain.siblings, plain.line
     for made in (plain, quick):
         made.line.end.copy_(made.point + 1 + made.chain_length % (made.depth + 1))
-    logits, said, chosen = what_the_draft_says(plain, 1 + siblings.most)
+    logits, said, noise, drawn = what_the_draft_says(plain, 1 + siblings.most)
     after = rounds.Tips(*(part.clone() for part in branch_tips(plain, step)))
     line.note(said[:, 0])
     siblings.extend(step, logits[:, 1:])
-    if is_chosen:
-        line.next.copy_(chosen[:, 0])
-        siblings.tokens[:, :, step + 1] = chosen[:, 1:]
+    if is_drawn:
+        line.next.copy_(drawn[:, 0])
+        siblings.tokens[:, :, step + 1] = drawn[:, 1:]
     going = plain.ahead & (line.end < plain.point + 1 + plain.depth)
     line.extend(going)
     plain.count += going
 
     rounds.advance(
-        said if is_chosen else logits, quick.line_memory, after, quick.model.positions, quick.ahead, quick.point,
-        quick.count, 1 + quick.depth, siblings=quick.sibling_memory, step=step, chosen=chosen if is_chosen else None,
+        logits, quick.line_memory, after, quick.model.positions, quick.ahead, quick.point, quick.count,
+        1 + quick.depth, siblings=quick.sibling_memory, step=step, noise=noise if is_drawn else None,
     )  # fmt: skip
     assert_alike(quick, plain)
     assert_tips(after, line_tips(plain, 1), slice(0, 1))
@@ -505,7 +508,10 @@ def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base
 
 
 @on_kernels()
-@given(cases("specbranch"), st.integers(0, 4), st.sampled_from([None, 1, 4]), st.integers(1, 5), st.booleans())
+@given(
+    cases("specbranch", penalty=st.sampled_from([1.0, 1.3])), st.integers(0, 4), st.sampled_from([None, 1, 4]),
+    st.integers(1, 5), st.booleans(),
+)  # fmt: skip
 def test_kernel_verdict_is_that_of_the_judge(case, count, leaves, branches, follows):
     found = []
     for kind in (Judge, QuickJudge):
@@ -518,7 +524,8 @@ def test_kernel_verdict_is_that_of_the_judge(case, count, leaves, branches, foll
         logits.scatter_(2, randint(0, 2, (case.rows, queries, 1)), 9.0)
         drafted, report = randint(0, 9, (case.rows, 6)), torch.zeros((case.rows, 10 + count)).to(logits.device).long()
         before = list(text.lengths)
-        judge = kind(desk, text, [], case.vocabulary, False, None)
+        penalty = [RepetitionPenaltyLogitsProcessor(case.penalty)] if case.penalty != 1 else []
+        judge = kind(desk, text, penalty, case.vocabulary, False, None)
         where = judge._decide(logits, chain, options, drafted, report)
         if kind is Judge:
             text.commit([Report.of(numbers) for numbers in report.tolist()])
@@ -527,6 +534,78 @@ def test_kernel_verdict_is_that_of_the_judge(case, count, leaves, branches, foll
         found.append((where, report, text.told, before, *written))
     for expected, got in zip(*found, strict=True):
         assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
+
+
+def some_drawn(rows, count, vocabulary, has_branch):
+    """A chain drawn from its distributions, and a main branch behind it in some rows."""
+    scores, at_point = distributions((rows, count, vocabulary)), distributions((rows, vocabulary))
+    tokens, length = scores.flatten(0, 1).multinomial(1).view(rows, count), randint(0, count, (rows,))
+    branches = torch.cat([at_point.multinomial(1), randint(0, vocabulary - 1, (rows, 2))], dim=1)
+    at = torch.where(randint(0, 1, (rows, 1)) == 1, length[:, None], NONE).repeat(1, 3)
+    return rounds.Drawn(tokens, length, scores, branches, at, at_point if has_branch else None)
+
+
+def chosen(scores, noise, drawn):
+    """What `drawn_choices` says."""
+    p, wait, uniform = scores.softmax(-1), noise[..., :-1], 1 - torch.exp(-noise[..., -1])
+    plain = (p / wait).argmax(-1)
+    if drawn is None:
+        return plain
+    rows, queries, _ = p.shape
+    q, token = torch.zeros_like(p), torch.zeros_like(plain)
+    count = drawn.tokens.shape[1]
+    q[:, :count], token[:, :count] = drawn.scores, drawn.tokens
+    tested = torch.arange(queries, device=DEVICE) < drawn.length[:, None]
+    if drawn.branch_scores is not None:
+        point = torch.arange(rows, device=DEVICE), drawn.length
+        q[point], token[point], tested[point] = (
+            drawn.branch_scores,
+            drawn.branches[:, 0],
+            drawn.at[:, 0] == drawn.length,
+        )
+    q = q * tested[:, :, None]
+    chance = (p / q).gather(2, token[:, :, None])[:, :, 0]
+    left = (p - q).clamp(min=0) / wait
+    return torch.where(tested & (uniform < chance), token, left.argmax(-1))
+
+
+@on_kernels()
+@given(seeds, st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.sampled_from([5, 40]), st.integers(0, 2))
+def test_kernel_draws_takes_drafted_tokens_or_one_from_what_is_left(seed, rows, count, leaves, vocabulary, kind):
+    torch.manual_seed(seed)
+    scores = 2 * torch.randn((rows, count + 1 + leaves, vocabulary), device=DEVICE)
+    scores = scores.masked_fill(torch.rand_like(scores) < 0.3, -torch.inf)
+    scores[..., 3] = 1.0
+    noise = torch.empty((rows, count + 1 + leaves, vocabulary + 1), device=DEVICE).exponential_()
+    drawn = some_drawn(rows, count, vocabulary, has_branch=kind == 2) if kind else None
+    assert torch.equal(rounds.drawn_choices(scores, noise, drawn), chosen(scores, noise, drawn))
+
+
+@on_kernels(examples=1)
+@given(seeds)
+def test_kernel_draws_gives_the_verdicts_of_speculative_sampling_as_often(seed):
+    torch.manual_seed(seed)
+    rows, count, vocabulary = 1500, 2, 5
+    one = some_drawn(1, count, vocabulary, has_branch=True)
+    logits = 2 * torch.randn((1, count + 1, vocabulary), device=DEVICE)
+    p, q = logits.softmax(-1).expand(rows, -1, -1), torch.cat([one.scores, one.branch_scores[:, None]], dim=1)
+    q = q.expand(rows, -1, -1)
+    tokens = q.flatten(0, 1).multinomial(1).view(rows, count + 1)
+    length, point = torch.full((rows,), count, device=DEVICE), torch.full((rows, 1), count, device=DEVICE)
+    drawn = rounds.Drawn(tokens[:, :count], length, q[:, :count].contiguous(), tokens[:, count:].contiguous(), point,
+                         q[:, count].contiguous())  # fmt: skip
+    noise = torch.empty((rows, count + 1, vocabulary + 1), device=DEVICE).exponential_()
+    choices = rounds.drawn_choices(logits.expand(rows, -1, -1), noise, drawn)
+    quick = judge_choices(choices, drawn.tokens, length, drawn.branches, point)
+    plain = judge_samples(p, q, drawn.tokens, length, drawn.branches, point)
+    counts = [(each.accepted * vocabulary + each.token).bincount(minlength=3 * vocabulary) for each in (quick, plain)]
+    both_counts = torch.stack(counts).double()[:, sum(counts) > 0]
+    expected = both_counts.mean(0)
+    chi = ((both_counts - expected) ** 2 / expected).sum().item()
+    freedom = both_counts.shape[1] - 1
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5, (chi, freedom)
+    first = torch.where(quick.accepted > 0, drawn.tokens[:, 0], quick.token).bincount(minlength=vocabulary) / rows
+    assert (first - p[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
 
 
 # ---- whole stages, whole generations
@@ -640,10 +719,10 @@ def test_a_round_begun_behind_the_end_counts_nowhere(policy, most, target, monke
 
 @where_kernels_run
 @pytest.mark.parametrize("policy", ["vanilla", pytest.param("specbranch", marks=pytest.mark.slow)])
-def test_generations_with_processors_take_the_kernels_but_for_the_verdict(policy, target, parts_used, monkeypatch):
+def test_generations_with_processors_take_the_kernels(policy, target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1, repetition_penalty=1.3)
     assert_same_as_without(attached(plain), plain, draft, kwargs, {"policy": policy, **PLANS[policy]}, monkeypatch)
-    assert parts_used[0] == (QuickTarget, QuickDrafter, Judge)
+    assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
 
 
 @where_kernels_run
@@ -656,7 +735,7 @@ def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, mon
         torch.manual_seed(seed)
         texts.append(generate(attached(plain), draft, kwargs, plan, monkeypatch)[0])
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
-    assert parts_used[0] == (QuickTarget, QuickDrafter, Judge)
+    assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
 
 
 @where_kernels_run
@@ -762,6 +841,10 @@ def build_the_targets(case, leaves):
     logits = torch.zeros((case.rows, count, case.vocabulary), device=DEVICE)
     target._pass(chain, SHOWN, lambda *inputs: Step(logits))
     judge = QuickJudge(desk, text, [], case.vocabulary, False, None)
+    rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), None)
+    for has_branch in (False, True):
+        drawn = some_drawn(case.rows, 3, case.vocabulary, has_branch)
+        rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), drawn)
     options, drafted, report = (torch.zeros((case.rows, n), dtype=torch.long, device=DEVICE) for n in (4, 6, 13))
     for following in (None, options):
         judge._decide(logits, chain, Branches(options, options, None, following), drafted, report)
@@ -784,6 +867,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
     )  # fmt: skip
     build_the_drafters(case._replace(vocabulary=20_000))
     build_the_drafters(case._replace(cuts=True, penalty=1.3))
+    build_the_drafters(case._replace(draws=True))
     build_the_drafters(case._replace(policy="vanilla", gamma=1))
     build_the_targets(case, leaves=None)
     build_the_targets(case, leaves=3)

@@ -102,7 +102,7 @@ class Assembly:
         text = Text(desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer)
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
-        kind = QuickJudge if self.quick and not self.samples and not call.processors else Judge
+        kind = QuickJudge if self.quick else Judge
         judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
         target = self._target(desk, text)
         return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))

@@ -93,12 +93,16 @@ class DraftModel:
             prefixes: the text before each position.
             guides: for a single row, one a position; otherwise none.
         """
-        logits = fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary)
         if not guides:
-            return self.score(logits, prefixes).softmax(-1)
+            return self.scores(logits, prefixes).softmax(-1)
+        logits = fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary)
         texts = prefixes().exact()[0]
         scored = [guide.score(texts[j], logits[:, j]) for j, guide in enumerate(guides)]
         return torch.stack(scored, dim=1).softmax(-1)
+
+    def scores(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
+        """[B, n, V] over the target's vocabulary, after the processors."""
+        return self.score(fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary), prefixes)
 
     def distribution_behind(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
         """[B, V] behind each row's last column, given logits [B, Q, V] for its last `Q` columns."""

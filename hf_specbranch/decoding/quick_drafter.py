@@ -29,8 +29,8 @@ from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
 from .line import Line
 from .policies import Policy
 from .records import Feedback
+from .scoring import Prefixes
 from .siblings import Siblings
-from .verify import draw
 
 
 def is_plain(policy: Policy, gamma: int, hooks: HookList) -> bool:
@@ -56,7 +56,6 @@ class QuickDrafter(Drafter):
             drafted=self.count,
         )
         self.sent = Sent(self.chain_tokens, self.chain_length, self.ahead, self.point, self.width, self.branch_at)
-        self.likeliest = self.line.generator is None and not self.model.processors
         self.stood = desk.tensor("drafted", (rows, 6))
         self.epsilon = max((hook.epsilon for hook in self.hooks.hooks if isinstance(hook, ConfidenceStop)), default=0.0)
         widths = [hook.k_max for hook in self.hooks.hooks if isinstance(hook, TopKBranches)]
@@ -102,15 +101,19 @@ class QuickDrafter(Drafter):
             self._advance(logits[:, -1:], tips, going, bound, epsilon=self.epsilon, sticky=True)
 
     def _advance(self, logits: Tensor, tips: Tips, flag: Tensor, bound: Tensor, **how: Any) -> None:
-        """Take a step. The kernel finds likeliest tokens by itself; what processors do and draws are, is torch's."""
-        chosen, line, siblings = None, self.line, how.get("siblings")
-        if not self.likeliest:
-            said = self.model.distribution_behind(line.ids, line.end, logits[:, :1])[:, None]
+        """Take a step. What processors do is torch's; the kernel finds the likeliest tokens, or draws them."""
+        line, siblings = self.line, how.get("siblings")
+        if self.model.processors:
+            said = self.model.scores(logits[:, :1], lambda: Prefixes(line.ids[:, None], line.end[:, None]))
             if siblings is not None:
-                prefixes = partial(self.siblings.prefixes, how["step"])
-                said = torch.cat([said, self.model.distribution(logits[:, 1:], prefixes, [])], dim=1)
-            logits, chosen = said, said.argmax(-1) if line.generator is None else draw(said, line.generator)
-        advance(logits, self.line_memory, tips, self.model.positions, flag, bound, self.count, chosen=chosen, **how)
+                behind = self.model.scores(logits[:, 1:], partial(self.siblings.prefixes, how["step"]))
+                said = torch.cat([said, behind], dim=1)
+            logits = said
+        noise = None
+        if line.generator is not None:
+            size = min(logits.shape[2], self.line_memory.vocabulary)
+            noise = torch.empty((*logits.shape[:2], size), device=self.device).exponential_(generator=line.generator)
+        advance(logits, self.line_memory, tips, self.model.positions, flag, bound, self.count, noise=noise, **how)
 
     def _foresee(self) -> None:
         foresight, rows = self.foresight, self.line.count

@@ -1,4 +1,4 @@
-"""Greedy verdicts in two kernels; what `Judge` says where no processor has a say."""
+"""Verdicts in few kernels; they are what `Judge` says."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.rounds import greedy_verdict
+from ..kernels.rounds import Drawn, drawn_choices, verdict
 from .judge import Judge
 from .records import Branches, Chain
+from .scoring import Prefixes
 
 
 class QuickJudge(Judge):
-    """A judge that takes the target's likeliest tokens as they are, and tells the text what that means."""
+    """A judge that also tells the text what its verdict means."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -23,8 +24,27 @@ class QuickJudge(Judge):
     def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:
         where = torch.empty_like(chain.length)
         leaves = None if chain.leaves is None else (chain.leaves.tokens, chain.leaves.at)
-        greedy_verdict(
-            logits.argmax(-1), (chain.tokens, chain.length), (branches.tokens, branches.at), branches.following,
-            leaves, drafted, self.text.ids, self.text.told, self.limit, report, where,
+        verdict(
+            self._choices(logits, chain, branches), (chain.tokens, chain.length), (branches.tokens, branches.at),
+            branches.following, leaves, drafted, self.text.ids, self.text.told, self.limit, report, where,
         )  # fmt: skip
         return where
+
+    def _choices(self, logits: Tensor, chain: Chain, branches: Branches) -> Tensor:
+        """[B, N + 1 + W]: the target's token at each chain position, at the branch point, behind each runner-up."""
+        scores = self.score(logits.float(), lambda: self._prefixes(chain)) if self.processors else logits
+        if not self.draws:
+            return scores.argmax(-1)
+        shape = (*scores.shape[:2], scores.shape[2] + 1)
+        noise = torch.empty(shape, device=scores.device).exponential_(generator=self.generator)
+        if chain.scores is None:
+            return drawn_choices(scores, noise, None)
+        return drawn_choices(scores, noise, Drawn(chain.tokens, chain.length, chain.scores, *branches[:3]))
+
+    def _prefixes(self, chain: Chain) -> Prefixes:
+        """The text before each of these."""
+        before = self.text.prefixes(chain)
+        if chain.leaves is None:
+            return before
+        behind = self.text.leaf_prefixes(chain)
+        return Prefixes(*(torch.cat(both, dim=1) for both in zip(before, behind)))

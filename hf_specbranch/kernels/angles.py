@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backend import FLOATS, Value, constexpr, power_of_two, runs, tl, varying
+from .backend import FLOATS, Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
 
 
 def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -39,6 +39,7 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
         float(scaling),
         BLOCK=power_of_two(half),
         num_warps=1,
+        **early(out.device),
     )
     return out[0], out[1]
 
@@ -66,8 +67,17 @@ def _fits(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
 
 @varying("tokens", "scaling")
 def _angles_kernel(
-    positions: Value, frequencies: Value, out: Value, tokens: Value, half: Value, scaling: Value, BLOCK: constexpr
+    positions: Value,
+    frequencies: Value,
+    out: Value,
+    tokens: Value,
+    half: Value,
+    scaling: Value,
+    BLOCK: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < half

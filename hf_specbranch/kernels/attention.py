@@ -16,7 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, jit, multiprocessors, power_of_two, runs, tl, triton, varying
+from .backend import (
+    Value,
+    constexpr,
+    early,
+    jit,
+    multiprocessors,
+    power_of_two,
+    runs,
+    start_next,
+    tl,
+    triton,
+    varying,
+    wait_for_last,
+)
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
@@ -80,12 +93,13 @@ def attend(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
         TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=8 if query.dtype == torch.float32 else 4,
-        num_stages=1 if query.dtype == torch.float32 else STAGES,
+        num_stages=1 if query.dtype == torch.float32 else STAGES, **early(query.device),
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
     _combine_kernel[(rows * heads * queries,)](
         partial, scores, scores[1], sinks if sinks is not None else scores, out, heads, queries, size, splits,
         SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
+        **early(query.device),
     )  # fmt: skip
     return out
 
@@ -133,10 +147,13 @@ def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> 
         _use_kernel[(rows, number)](
             seen, used, queries, slots, number, seen.stride(0), seen.stride(2),
             MASK=_mask_kind(mask), QUERIES=power_of_two(queries, 16), BLOCK=size, num_warps=1,
+            **early(query.device),
         )  # fmt: skip
     else:
         used.fill_(1)
-    _list_kernel[(rows,)](used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4)
+    _list_kernel[(rows,)](
+        used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4, **early(query.device)
+    )
     return Blocks(listed, count, size)
 
 
@@ -183,7 +200,10 @@ def _use_kernel(
     MASK: constexpr,
     QUERIES: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query = tl.arange(0, QUERIES)[:, None]
     slot = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -196,7 +216,9 @@ def _use_kernel(
 
 
 @varying("blocks")
-def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr) -> None:
+def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr, EARLY: constexpr) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     wanted = tl.load(used + row * blocks + block, mask=block < blocks, other=0)
@@ -242,7 +264,10 @@ def _split_kernel(
     TILE: constexpr,
     BLOCK: constexpr,
     SIZE: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     row = (tl.program_id(1) // key_heads).to(tl.int64)
     shared = (tl.program_id(1) % key_heads).to(tl.int64)
     split = tl.program_id(2)
@@ -317,7 +342,10 @@ def _combine_kernel(
     SINKS: constexpr,
     SPLITS: constexpr,
     SIZE: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     program = tl.program_id(0).to(tl.int64)  # [B, H, Q] flattened, as the partial results lie
     row, head, token = program // (heads * queries), program // queries % heads, program % queries
     split, lane = tl.arange(0, SPLITS), tl.arange(0, SIZE)

@@ -14,8 +14,9 @@ from torch import Tensor
 try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
+    cuda: Any = importlib.import_module("triton.language.extra.cuda")
 except ImportError:  # torch for CPUs comes without Triton
-    triton = tl = None
+    triton = tl = cuda = None
 
 # Types of a kernel's arguments. Triton looks such names up, and accepts its own classes only.
 if TYPE_CHECKING:
@@ -61,6 +62,30 @@ def runs(*tensors: Tensor | None) -> bool:
 def serves(device: torch.device) -> bool:
     """Whether Triton runs on this device, or is to be interpreted there."""
     return triton is not None and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
+
+
+@lru_cache
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch: where the GPU can, a kernel is set up while the one before it still runs.
+
+    Such a kernel calls `start_next` first and `wait_for_last` before it reads or writes anything that is not constant.
+    """
+    able = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@jit
+def start_next(EARLY: constexpr) -> None:
+    """Let the next kernel be set up as soon as all programs of this one have begun."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
+@jit
+def wait_for_last(EARLY: constexpr) -> None:
+    """Wait for all that earlier kernels write."""
+    if EARLY:
+        cuda.gdc_wait()
 
 
 @lru_cache

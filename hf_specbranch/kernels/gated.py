@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, jit, runs, tl, triton
+from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, wait_for_last
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024
@@ -34,7 +34,9 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     rows = out.numel() // size
-    _gated_kernel[(rows, triton.cdiv(size, _BLOCK))](gate_up, out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK)
+    _gated_kernel[(rows, triton.cdiv(size, _BLOCK))](
+        gate_up, out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK, **early(out.device)
+    )
     return out
 
 
@@ -63,7 +65,9 @@ def recognise(activate_module: Any) -> Activation | None:
 
 
 @jit
-def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr) -> None:
+def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr, EARLY: constexpr) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

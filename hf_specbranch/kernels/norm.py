@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, jit, power_of_two, runs, tl
+from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, wait_for_last
 
 
 class NormForm(NamedTuple):
@@ -58,7 +58,7 @@ def rms_norm(
     _norm_kernel[(rows,)](
         x, residual, weight, out, total, columns, eps,
         ADD=total is not x, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 512)), **early(x.device),
     )  # fmt: skip
     return out, total
 
@@ -88,11 +88,14 @@ def _norm_kernel(
     OFFSET: constexpr,
     WIDE: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
     value = tl.load(x + place, mask=inside, other=0.0)
     if ADD:
         added = tl.load(residual + place, mask=inside, other=0.0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, jit, power_of_two, runs, tl, varying
+from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_for_last
 from .norm import PLAIN, NormForm, rms_norm_reference
 
 
@@ -80,6 +80,7 @@ def rotary(
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
         SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
+        **early(query.device),
     )  # fmt: skip
     return out, None if slots is not None else keys
 
@@ -187,7 +188,10 @@ def _rotary_kernel(
     BLOCK: constexpr,
     REST: constexpr,
     PARTIAL: constexpr,
+    EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    wait_for_last(EARLY)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     program = tl.program_id(1)

@@ -9,6 +9,7 @@ What they must compute is written in torch in `decoding/`: `Drafter`, `Judge` an
 """
 
 from .advance import advance
+from .draws import Drawn, drawn_choices
 from .follow import Afterwards, adopt, follow
 from .foresee import foresee
 from .fork import fork
@@ -16,9 +17,9 @@ from .memory import LineMemory, SiblingMemory, Tips
 from .send import Sent, send
 from .tally import tally
 from .tips import open_branches, read_on, with_chain
-from .verdict import greedy_verdict
+from .verdict import verdict
 
 __all__ = [
-    "Afterwards", "LineMemory", "Sent", "SiblingMemory", "Tips", "adopt", "advance", "follow", "foresee", "fork",
-    "greedy_verdict", "open_branches", "read_on", "send", "tally", "with_chain",
+    "Afterwards", "Drawn", "LineMemory", "Sent", "SiblingMemory", "Tips", "adopt", "advance", "drawn_choices", "follow",
+    "foresee", "fork", "verdict", "open_branches", "read_on", "send", "tally", "with_chain",
 ]  # fmt: skip

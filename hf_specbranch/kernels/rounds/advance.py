@@ -25,12 +25,12 @@ def advance(
     sticky: bool = False,
     siblings: SiblingMemory | None = None,
     step: int = 0,
-    chosen: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> None:
     """Take a step.
 
     Args:
-        logits: [B, Q, V'] behind the tips, the line's first; probabilities where tokens are chosen already.
+        logits: [B, Q, V'] behind the tips, the line's first; after the processors.
         line: what is extended.
         tips: where the next step's inputs go; what is visible is added to.
         positions: [B, C] by column.
@@ -42,25 +42,25 @@ def advance(
         sticky: rows that stop are taken out of `flag`.
         siblings: extended too, if given.
         step: which step of theirs this is.
-        chosen: [B, Q] a token from each distribution; None takes the likeliest.
+        noise: [B, Q, V'] of exponential random numbers, with which tokens are drawn; None takes the likeliest.
     """
     others = 0 if siblings is None else siblings.most
     nobody = (line.next, line.next, line.next, line.confidence, line.scores, line.next)
     depth = siblings.depth if siblings is not None else 1
     _advance_kernel[(line.rows, 1 + others)](
-        logits, line.next if chosen is None else chosen, line.ids, *line[2:], count, flag, bound,
+        logits, line.confidence if noise is None else noise, line.ids, *line[2:], count, flag, bound,
         *(siblings or nobody), *tips, positions,
         further, epsilon, step, logits.stride(0), logits.stride(1),
         min(logits.shape[2], line.vocabulary), line.vocabulary, line.ids.stride(0), line.ring, others, depth,
         positions.stride(0), tips.tokens.stride(0), tips.visible.stride(0), tips.visible.stride(1), logits.shape[1],
-        STICKY=sticky, CHOSEN=chosen is not None, BLOCK=line.block, num_warps=warps(line.block),
+        STICKY=sticky, DRAWS=noise is not None, BLOCK=line.block, num_warps=warps(line.block),
     )  # fmt: skip
 
 
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
          "depth", "positions_stride", "tips_stride", "visible_row", "visible_query", "queries")  # fmt: skip
 def _advance_kernel(
-    logits: Value, chosen: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value,
+    logits: Value, noise: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value,
     scores: Value, count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, sibling_tokens: Value, sibling_confidence: Value, sibling_scores: Value,
     sibling_slots: Value,
@@ -68,7 +68,7 @@ def _advance_kernel(
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
     tips_stride: Value, visible_row: Value, visible_query: Value, queries: Value,
-    STICKY: constexpr, CHOSEN: constexpr, BLOCK: constexpr,
+    STICKY: constexpr, DRAWS: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * row_stride + branch * query_stride
@@ -83,12 +83,21 @@ def _advance_kernel(
         here = tl.max(value, 0)
         best = tl.where(here > largest, first + tl.argmax(value, 0), best)
         new = tl.maximum(largest, here)
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new), 0)
+        base = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(value - base), 0)
         largest = new
     sure = 1.0 / total
-    if CHOSEN:
-        sure = largest
-        best = tl.load(chosen + row * queries + branch).to(tl.int32)
+    if DRAWS:
+        noise += (row * queries + branch) * known
+        soonest = -1.0
+        for first in range(0, known, BLOCK):
+            inside = first + offsets < known
+            value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+            wait = tl.load(noise + first + offsets, mask=inside, other=1.0)
+            race = tl.exp(value - largest) / wait
+            here = tl.max(race, 0)
+            best = tl.where(here > soonest, first + tl.argmax(race, 0), best)
+            soonest = tl.maximum(soonest, here)
 
     if branch == 0:
         tip = tl.load(end + row)
@@ -126,9 +135,5 @@ def _advance_kernel(
 
     for first in range(0, vocabulary, BLOCK):
         inside = first + offsets < known
-        if CHOSEN:
-            value = tl.load(logits + first + offsets, mask=inside, other=0.0)
-        else:
-            value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-            value = tl.exp(value - largest) / total
-        tl.store(out + first + offsets, value, mask=first + offsets < vocabulary)
+        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        tl.store(out + first + offsets, tl.exp(value - largest) / total, mask=first + offsets < vocabulary)

@@ -1,4 +1,4 @@
-"""The greedy verdict on a round: `judge_choices`, `look_up`, what they add to the text, and the report on it."""
+"""The verdict on a round: `judge_choices`, `look_up`, what they add to the text, and the report on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ..backend import Value, constexpr, power_of_two, tl, varying
 
 
-def greedy_verdict(
+def verdict(
     choices: Tensor,
     chain: tuple[Tensor, Tensor],
     branches: tuple[Tensor, Tensor],
