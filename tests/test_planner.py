@@ -3,22 +3,31 @@
 import copy
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.bench import NAMED_SHAPES
 from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding import planning
-from hf_specbranch.planner import Stretch, choose, plans_within, prices, usual_costs
+from hf_specbranch.planner import (
+    SURELY_BETTER,
+    Stretch,
+    choose,
+    ordinary_text,
+    plans_within,
+    prices,
+    usual_costs,
+)
 from hf_specbranch.runners.desk import CapturedDesk
 from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.simulate import Agreement, StepCosts, predict, record_agreement, replay
+from hf_specbranch.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
 from hf_specbranch.stats import Sum
 
 from .models import assert_counts_add_up, attached, noisy_copy, prompt
@@ -26,6 +35,7 @@ from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pa
 
 ALWAYS = Agreement((0.95,) * 97, (0,) * 97, 5, ((0.95, 0.02, 0.01, 0.01, 0.01),) * 97)
 NEVER = Agreement((0.3,) * 97, (-1,) * 97, 5, ((0.3, 0.2, 0.1, 0.1, 0.1),) * 97)
+PAPER = SpecBranchConfig().decided(captured=True)
 CHEAP_DRAFT = StepCosts(0.004, 2e-5, 1e-4, 1e-6, hidden=0.8)
 
 
@@ -326,12 +336,70 @@ def test_usual_costs_follow_the_size_of_the_models(target, draft):
         assert costs.target_pass > usual_costs(target, draft, captured).target_pass > 0
 
 
+def of_size(name, vocabulary=32000):
+    """A model that has nothing but its size."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**asdict(NAMED_SHAPES[name]), vocab_size=vocabulary)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("sizes", "length"), [(("7b", "68m"), 8), (("33b", "1.3b"), 4)], ids=["7B/68M", "33B/1.3B"])
+def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(sizes, length):
+    """As measured on an H200; lengths in proportion to what a step of the draft takes."""
+    costs = usual_costs(*map(of_size, sizes), captured=True)
+    assert 0.0 < costs.hidden < 0.5 and costs.waiting > 0
+    for text in [*recordings("good"), *recordings("good", temperature=0.8)]:
+        plan = choose(every_plan(), [text], costs, True).plan
+        assert plan.policy == "vanilla" and plan.runners_up > 0
+    first = choose(every_plan(), [ordinary_text(5)], costs, True).plan
+    assert (first.policy, first.max_draft_length) == ("vanilla", length) and first.runners_up > 0
+
+
+def test_a_sampled_text_begins_with_what_suits_an_ordinary_draft_and_changes_only_for_much_more():
+    costs, plans = usual_costs(of_size("7b"), of_size("68m"), captured=True), [PAPER, *every_plan()]
+    planner = planning.Planner(plans, True, "here", planning.Knowledge(), costs, list, lambda: 10)
+    legs = planner.legs()
+    first = next(legs).plan
+    assert first == choose(plans, [ordinary_text(5)], costs, True).plan != PAPER
+    for text in (*recordings("good"), ALWAYS, NEVER):
+        planner.agreements = partial(list, [text])
+        legs = planner.legs()
+        next(legs)
+        then = legs.send(None).plan
+        promised, now = (predict([text], plan, costs, True).tokens_per_second for plan in (then, first))
+        best = choose(plans, [text], costs, True).tokens_per_second
+        assert then == first if best <= SURELY_BETTER * now else promised == best
+    assert then.policy == "autoregressive"  # the last draft was never right
+
+
+def test_an_ordinary_text_is_always_the_same_and_has_as_many_candidates_as_are_looked_at():
+    for candidates in (2, 5, 9):
+        text = ordinary_text(candidates)
+        ordinary_text.cache_clear()
+        assert ordinary_text(candidates) == text and text.candidates == len(text.chances[0]) == candidates
+        assert 0.65 < text.rate < 0.75 < text.within(2) < 0.9
+
+
+def test_sampling_with_many_branches_or_one_is_planned_too(target, draft):
+    model = attached(target)
+    for branches in (1, 9):
+        config = SpecBranchConfig(max_branches=branches)
+        model.generate(**prompt(), max_new_tokens=60, do_sample=True, assistant_model=draft, specbranch=config)
+        assert model.specbranch_stats.plans
+
+
 @lru_cache
-def recordings(which):
+def recordings(which, temperature=0.0):
     """What the embedded drafts make of some of the target's texts."""
     target, draft, tokenizer = load_demo_pair(which)
     texts = ("def add(a, b):", "class Stack:\n", "def is_prime(n):\n", "import json\n\ndef read(path):\n")
-    return [record_agreement(target, draft, tokenizer(text, return_tensors="pt"), 80, 5) for text in texts]
+    all_inputs = [tokenizer(text, return_tensors="pt") for text in texts]
+    if not temperature:
+        return [record_agreement(target, draft, inputs, 80, 5) for inputs in all_inputs]
+    torch.manual_seed(0)
+    drawn = dict(do_sample=True, temperature=temperature, top_k=0, max_new_tokens=80)
+    lengths = [inputs["input_ids"].shape[1] for inputs in all_inputs]
+    written = [target.generate(**inputs, **drawn) for inputs in all_inputs]
+    return [read_agreement(draft, text, before, 5, temperature) for text, before in zip(written, lengths)]
 
 
 def from_token(agreement, first, last=None):

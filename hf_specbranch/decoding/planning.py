@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..planner import Choice, Stretch, choose, described, prices, width
+from ..planner import SURELY_BETTER, Choice, Stretch, choose, described, ordinary_text, prices, width
 from ..runners.placement import Beside
 from ..simulate import Agreement, StepCosts, predict
 from ..stats import SpecBranchStats
@@ -76,7 +76,7 @@ class Planner:
     """Chooses plans for one generation.
 
     Args:
-        plans: what may be chosen; the first is what is done until something is known.
+        plans: what may be chosen; where costs are measured, the first is what is done until something is known.
         captured: stages are captured as CUDA graphs.
         situation: what costs depend on, the length of the context left out.
         known: what earlier generations have shown; it is added to.
@@ -109,12 +109,14 @@ class Planner:
         return self._by_measured_costs() if self.usual is None else self._by_usual_costs(self.usual)
 
     def _by_usual_costs(self, costs: StepCosts) -> Generator[Leg, Stretch, None]:
-        plan, rounds, predicted = self.plans[0], LEARNING, None
+        """By the text alone, and by none that came before: the same seed must give the same text."""
+        ordinary = ordinary_text(1 + max(plan.max_branches for plan in self.plans))
+        plan, rounds, predicted = choose(self.plans, [ordinary], costs, self.captured).plan, LEARNING, None
         while True:
             yield Leg(plan, rounds, plan.overlap, predicted)
             rounds *= 4
             if found := self.agreements():
-                plan, predicted, _ = choose(self.plans, found, costs, self.captured, plan)
+                plan, predicted, _ = choose(self.plans, found, costs, self.captured, plan, better=SURELY_BETTER)
 
     def _by_measured_costs(self) -> Generator[Leg, Stretch, None]:
         choice, rounds = self.known.choices.get(self.situation), CHECK
