@@ -14,8 +14,6 @@ from .fixed_scoring import FixedScorer
 from .reading import is_short, read_in_chunks
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
 
-CHUNK, MOST = 32, 1024  # tokens read at a time where stages are captured; tokens of the longest texts read so
-
 
 class DraftModel:
     """Runs the draft on columns of the text and applies the user's processors to what it says.
@@ -64,8 +62,8 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        if self.desk.fixed and mask is None and is_short(tokens, CHUNK, MOST):
-            read_in_chunks(self.runner, self.own_tokens(tokens), self.positions, CHUNK)
+        if self.desk.fixed and mask is None and is_short(tokens):
+            read_in_chunks(self.runner, self.own_tokens(tokens), self.positions)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # it must see every prefix, this one too

@@ -12,14 +12,18 @@ from torch.nn.functional import pad
 
 from ..runners.eager import EagerRunner
 
+# Tokens read at a time, and tokens of the longest texts read so. A 7B model on an H200 reads 129 tokens in 14.6, 11.9
+# and 7.8 ms in chunks of 64, 128 and 256, and in 24 launched one by one; 512 tokens in 38.6, 23.4, 14.9, and 22.7.
+CHUNK, MOST = 256, 512
 
-def is_short(tokens: Tensor, chunk: int, most: int) -> bool:
-    """Whether a text [B, P] is read so: with the last chunk filled up, it has at most `most` tokens in all rows."""
+
+def is_short(tokens: Tensor) -> bool:
+    """Whether a text [B, P] is read so; the last chunk is filled up, and all rows count."""
     rows, length = tokens.shape
-    return 0 < rows * filled_up(length, chunk) <= most
+    return 0 < rows * filled_up(length) <= MOST
 
 
-def read_in_chunks(runner: EagerRunner, tokens: Tensor, positions: Tensor, chunk: int) -> Tensor:
+def read_in_chunks(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Tensor:
     """Read a text from its beginning, token `i` into slot `i`; logits [B, 1, V] behind its last token.
 
     The last chunk is filled up with tokens that mean nothing. They write to slots behind the text, which nobody sees
@@ -29,21 +33,20 @@ def read_in_chunks(runner: EagerRunner, tokens: Tensor, positions: Tensor, chunk
         runner: the model and its cache.
         tokens: [B, P] without padding.
         positions: [B, capacity] of what the slots hold; within what the model knows, behind the text too.
-        chunk: how many tokens are read at a time.
     """
     rows, length = tokens.shape
-    filled = filled_up(length, chunk)
+    filled = filled_up(length)
     runner.reserve(rows, filled)
     tokens, slots = pad(tokens, (0, filled - length)), torch.arange(filled, device=tokens.device)
     visible = slots <= slots[:, None]  # [filled, filled]
-    for first in range(0, filled, chunk):
-        some = slice(first, first + chunk)
+    for first in range(0, filled, CHUNK):
+        some = slice(first, first + CHUNK)
         own, sees = slots[some].repeat(rows, 1), visible[some].expand(rows, -1, -1)
         logits = runner.forward(tokens[:, some], positions[:, some], own, sees).logits
-    last = (length - 1) % chunk
+    last = (length - 1) % CHUNK
     return logits[:, last : last + 1]
 
 
-def filled_up(length: int, chunk: int) -> int:
-    """The next multiple of `chunk`."""
-    return -(-length // chunk) * chunk
+def filled_up(length: int) -> int:
+    """The next multiple of a chunk."""
+    return -(-length // CHUNK) * CHUNK

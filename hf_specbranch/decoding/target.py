@@ -16,8 +16,6 @@ from .reading import is_short, read_in_chunks
 from .records import Chain, Leaves
 from .text import Text
 
-CHUNK, MOST = 64, 512  # tokens read at a time where stages are captured; tokens of the longest prompts read so
-
 
 class Target:
     """Verifies chains with one model for a batch of rows.
@@ -70,9 +68,9 @@ class Target:
         """Read the prompt; logits [B, 1, V] for the first new token."""
         self._count()
         prompt = self.text.ids[:, : self.text.prompt_length]
-        if self.desk.fixed and self.tokens_alone and is_short(prompt, CHUNK, MOST):
+        if self.desk.fixed and self.tokens_alone and is_short(prompt):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            return Step(self.desk.keep("target.logits1", read_in_chunks(self.runner, prompt, positions, CHUNK)))
+            return Step(self.desk.keep("target.logits1", read_in_chunks(self.runner, prompt, positions)))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()

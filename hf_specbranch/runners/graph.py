@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # How the layers of a model run: as transformers wrote them, through our kernels, or compiled.
 Layers = Literal["plain", "fused", "compiled"]
-MOST_QUERIES = 64  # longer forwards are rare and run eagerly
+MOST_QUERIES = 256  # longer forwards are rare and run eagerly
 MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
 
 
