@@ -29,7 +29,7 @@ from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward
 from hf_specbranch.kernels.gated import gated, gated_reference, recognise
-from hf_specbranch.kernels.linear import PLANS, fits, linear, linear_reference
+from hf_specbranch.kernels.linear import PLANS, Parts, fits, linear, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
 from hf_specbranch.kernels.storage import joined
@@ -91,6 +91,30 @@ def test_kernel_gated(dtype, seed, rows, size, activation):
     torch.manual_seed(seed)
     gate_up = 3 * randn(rows, 2 * size, dtype=dtype)
     assert_close(gated(gate_up, activation), gated_reference(gate_up, activation))
+
+
+def in_parts(shape, splits, dtype):
+    """A product that was split, and what it is."""
+    parts = Parts(randn(splits, math.prod(shape[:-1]), shape[-1]), torch.Size(shape), dtype)
+    total = parts.terms[0]
+    for term in parts.terms[1:]:
+        total = total + term
+    return parts, total.to(dtype).view(shape)
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from([2, 4]), st.sampled_from(FORMS))
+def test_kernels_add_the_parts_of_a_product(dtype, seed, rows, columns, splits, form):
+    torch.manual_seed(seed)
+    (parts, total), residual = in_parts((rows, 2, columns), splits, dtype), randn(rows, 2, columns, dtype=dtype)
+    assert torch.equal(parts.sum(), total)
+    weight = randn(columns, dtype=dtype)
+    for got, expected in zip(
+        rms_norm(parts, weight, 1e-6, residual, form), rms_norm(total, weight, 1e-6, residual, form)
+    ):
+        assert torch.equal(got, expected)
+    parts, total = in_parts((rows, 2 * columns), splits, dtype)
+    assert torch.equal(gated(parts, "silu"), gated(total, "silu"))
 
 
 @on_kernels

@@ -16,7 +16,7 @@ from .angles import angles
 from .choose import choose
 from .gated import Activation, gated
 from .interface import specbranch_attention
-from .linear import linear
+from .linear import Parts, Plan, linear, linear_in_parts, whole
 from .norm import NormForm, rms_norm
 from .rotary import HeadNorm, Slots, rotary
 from .storage import joined
@@ -28,15 +28,25 @@ class Shared:
     def __init__(self) -> None:
         self.weights: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # by shape, for measuring
         self.ahead: tuple[Tensor, nn.Module, Tensor] | None = None  # (sum, norm, its output) computed with the sum
+        self.adds_parts = False  # a layer is at work whose norms add up the products they read
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias in the fastest known way."""
-        if not x.is_cuda:
-            return linear(x, weight, bias, None)
-        alike = self.weights.get((weight.shape, weight.dtype)) or [weight]
-        return linear(x, weight, bias, choose(alike, x.numel() // x.shape[-1]))
+        return linear(x, weight, bias, self._plan(x, weight))
 
-    def add_norm(self, x: Tensor, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
+        """The same for a kernel that can add parts."""
+        return linear_in_parts(x, weight, bias, self._plan(x, weight))
+
+    def last_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
+        """The same for whoever reads a layer's attention or mlp."""
+        return self.parts(x, weight, bias) if self.adds_parts else self.product(x, weight, bias)
+
+    def _plan(self, x: Tensor, weight: Tensor) -> Plan | None:
+        alike = self.weights.get((weight.shape, weight.dtype)) or [weight]
+        return choose(alike, x.numel() // x.shape[-1]) if x.is_cuda else None
+
+    def add_norm(self, x: Tensor | Parts, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and x + residual."""
         return rms_norm(x, norm.weight, epsilon(norm), residual, form)
 
@@ -84,10 +94,10 @@ class MlpForward:
         self.module, self.shared, self.activation = module, shared, activation
         self.inputs = mlp_inputs(module)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Parts:
         down: nn.Linear = self.module.down_proj
         both = one_product(x, self.inputs, self.shared)
-        return self.shared.product(gated(both, self.activation), down.weight, down.bias)
+        return self.shared.last_product(gated(both, self.activation), down.weight, down.bias)
 
 
 class AttentionForward:
@@ -109,7 +119,7 @@ class AttentionForward:
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor | Parts, None]:
         query, key, value = self._heads(hidden_states)
         cos, sin = position_embeddings
         layer = self.module.layer_idx
@@ -127,12 +137,12 @@ class AttentionForward:
             self.module, query, key, value, attention_mask, self.module.scaling, softcap=self.softcap, s_aux=self.sinks
         )
         projection = self.module.o_proj
-        return self.shared.product(out.flatten(2), projection.weight, projection.bias), None
+        return self.shared.last_product(out.flatten(2), projection.weight, projection.bias), None
 
     def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product."""
         size = self.module.head_dim
-        every = one_product(hidden_states, self.inputs, self.shared)
+        every = whole(one_product(hidden_states, self.inputs, self.shared))
         heads = every.view(*every.shape[:2], -1, size).transpose(1, 2)
         query = self.module.o_proj.in_features // size
         shared = (heads.shape[1] - query) // 2
@@ -153,6 +163,7 @@ class LayerForward:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         module, shared, form = self.module, self.shared, self.form
+        shared.adds_parts = not self.sandwich
         out, *_ = module.self_attn(
             hidden_states=shared.normed(hidden_states, module.input_layernorm, form),
             **dict(zip(("attention_mask", "position_ids", "past_key_values"), args)),
@@ -162,7 +173,9 @@ class LayerForward:
         if self.sandwich:
             out, middle = shared.normed(out, middle, form), module.pre_feedforward_layernorm
         normed, residual = shared.add_norm(out, hidden_states, middle, form)
+        shared.adds_parts = not self.sandwich and self.following is not None
         out = module.mlp(normed)
+        shared.adds_parts = False
         if self.sandwich:
             out = shared.normed(out, module.post_feedforward_layernorm, form)
         if self.following is None:
@@ -190,13 +203,13 @@ def mlp_inputs(module: Any) -> Sequence[nn.Linear]:
     return (module.gate_up_proj,) if hasattr(module, "gate_up_proj") else (module.gate_proj, module.up_proj)
 
 
-def one_product(x: Tensor, layers: Sequence[nn.Linear], shared: Shared) -> Tensor:
+def one_product(x: Tensor, layers: Sequence[nn.Linear], shared: Shared) -> Tensor | Parts:
     """What several linear layers make of x, beside each other; in one product if their weights are joined."""
     weight = joined([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joined(biases) if biases else None
     if weight is not None and (bias is not None) == bool(biases):
-        return shared.product(x, weight, bias)
+        return shared.parts(x, weight, bias)
     return torch.cat([shared.product(x, layer.weight, layer.bias) for layer in layers], dim=-1)
 
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, wait_for_last
+from .backend import Value, constexpr, early, runs, start_next, tl, triton, varying, wait_for_last
+from .linear import Parts, added
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024
 
 
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated(gate_up: Tensor | Parts, activation: Activation) -> Tensor:
     """Multiply the second half of the last dimension by the activated first half.
 
     Args:
@@ -28,14 +29,24 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         >>> gated(torch.randn(3, 16), "silu").shape
         torch.Size([3, 8])
     """
-    if not runs(gate_up):
+    if isinstance(gate_up, Parts):
+        terms, splits = gate_up.terms, gate_up.terms.shape[0]
+    elif not runs(gate_up):
         return gated_reference(gate_up, activation)
-    gate_up = gate_up.contiguous()
+    else:
+        terms, splits = gate_up.contiguous(), 1
     size = gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], size))
+    out = terms.new_empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     rows = out.numel() // size
     _gated_kernel[(rows, triton.cdiv(size, _BLOCK))](
-        gate_up, out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK, **early(out.device)
+        terms,
+        out,
+        rows * 2 * size,
+        size,
+        SPLITS=splits,
+        TANH=activation == "gelu_tanh",
+        BLOCK=_BLOCK,
+        **early(out.device),
     )
     return out
 
@@ -64,15 +75,24 @@ def recognise(activate_module: Any) -> Activation | None:
     return "gelu_tanh" if torch.allclose(got, activate(probe, "gelu_tanh"), atol=1e-6) else None
 
 
-@jit
-def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr, EARLY: constexpr) -> None:
+@varying("apart")
+def _gated_kernel(
+    gate_up: Value,
+    out: Value,
+    apart: Value,
+    size: Value,
+    SPLITS: constexpr,
+    TANH: constexpr,
+    BLOCK: constexpr,
+    EARLY: constexpr,
+) -> None:
     start_next(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
+    gate = added(gate_up + row * 2 * size + column, apart, inside, out.dtype.element_ty, SPLITS)
+    up = added(gate_up + row * 2 * size + size + column, apart, inside, out.dtype.element_ty, SPLITS)
     wide = gate.to(tl.float32)
     # Both activations are x * sigmoid(z): 1 + tanh(y) = 2 sigmoid(2y), so GELU's z is 2 sqrt(2/pi) (x + 0.044715 x^3).
     if TANH:

@@ -1,8 +1,9 @@
 """y = x W^T for a few rows of x, where the time is that of reading W once.
 
 Libraries tile such products for many rows and leave bandwidth unused. Here each program streams a strip of W through
-tensor cores; where a strip alone has too few programs to fill the GPU, the inner dimension is split as well, and a
-second kernel adds the parts. Which is faster depends on the shape and the GPU, so it is measured, once.
+tensor cores; where a strip alone has too few programs to fill the GPU, the inner dimension is split as well, and the
+kernel that reads the result adds the parts, or one of its own. Which is faster depends on the shape and the GPU, so it
+is measured, once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, early, runs, start_next, tl, triton, varying, wait_for_last
+from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, varying, wait_for_last
 
 MOST_ROWS = 32
 
@@ -40,6 +41,28 @@ PLANS = (
 )
 
 
+class Parts(NamedTuple):
+    """A product whose inner dimension was split: what is to be added."""
+
+    terms: Tensor  # [S, rows, N] of float32
+    shape: torch.Size  # of the product
+    dtype: torch.dtype
+
+    def sum(self) -> Tensor:
+        """The product."""
+        splits, rows, columns = self.terms.shape
+        out = self.terms.new_empty(self.shape, dtype=self.dtype)
+        _sum_kernel[(rows, triton.cdiv(columns, 512))](
+            self.terms, out, rows, columns, SPLITS=splits, BLOCK=512, num_warps=1, **early(out.device)
+        )
+        return out
+
+
+def whole(product: Tensor | Parts) -> Tensor:
+    """The product, added up if need be."""
+    return product.sum() if isinstance(product, Parts) else product
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor:
     """x W^T + bias.
 
@@ -56,25 +79,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) ->
         >>> linear(torch.randn(3, 64), torch.randn(8, 64), None, None).shape
         torch.Size([3, 8])
     """
+    return whole(linear_in_parts(x, weight, bias, plan))
+
+
+def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor | Parts:
+    """The same for readers that can add."""
     if plan is None or not fits(x, weight, bias, plan):
         return functional.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     rows, depth = flat.shape
     columns = weight.shape[0]
-    out = flat.new_empty((rows, columns))
-    target = out if plan.splits == 1 else flat.new_empty((plan.splits, rows, columns), dtype=torch.float32)
+    shape = torch.Size((*x.shape[:-1], columns))
+    dtype = x.dtype if plan.splits == 1 else torch.float32
+    target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
     _product_kernel[(triton.cdiv(columns, plan.columns), plan.splits)](
-        flat, weight, out if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
-        BIAS=bias is not None and plan.splits == 1, SPLITS=plan.splits, EVEN=columns % plan.columns == 0,
+        flat, weight, weight if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
+        BIAS=bias is not None, SPLITS=plan.splits, EVEN=columns % plan.columns == 0,
         ROWS=16 if rows <= 16 else 32, COLUMNS=plan.columns, DEPTH=plan.depth,
         num_warps=plan.warps, num_stages=plan.stages, **early(x.device),
     )  # fmt: skip
-    if plan.splits > 1:
-        _sum_kernel[(rows, triton.cdiv(columns, 512))](
-            target, out if bias is None else bias, out, rows, columns, BIAS=bias is not None, SPLITS=plan.splits,
-            BLOCK=512, num_warps=1, **early(x.device),
-        )  # fmt: skip
-    return out.view(*x.shape[:-1], columns)
+    return target.view(shape) if plan.splits == 1 else Parts(target, shape, x.dtype)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -167,31 +191,29 @@ def _product_kernel(
         left += DEPTH
         right += DEPTH
     if BIAS:
-        result += tl.load(bias + strip).to(tl.float32)[None, :]
+        if split == 0:
+            result += tl.load(bias + strip).to(tl.float32)[None, :]
     place = (split * rows + row)[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(target + place, result.to(target.dtype.element_ty), mask=real & (column < columns)[None, :])
 
 
 @varying("rows")
 def _sum_kernel(
-    parts: Value,
-    bias: Value,
-    out: Value,
-    rows: Value,
-    columns: Value,
-    BIAS: constexpr,
-    SPLITS: constexpr,
-    BLOCK: constexpr,
-    EARLY: constexpr,
+    parts: Value, out: Value, rows: Value, columns: Value, SPLITS: constexpr, BLOCK: constexpr, EARLY: constexpr
 ) -> None:
     start_next(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    result = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        result += tl.load(parts + (split * rows + row) * columns + column, mask=inside, other=0.0)
-    if BIAS:
-        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, result.to(out.dtype.element_ty), mask=inside)
+    result = added(parts + row * columns + column, rows * columns, inside, out.dtype.element_ty, SPLITS)
+    tl.store(out + row * columns + column, result, mask=inside)
+
+
+@jit
+def added(parts: Value, apart: Value, inside: Value, dtype: constexpr, SPLITS: constexpr) -> Value:
+    """Elements of a product, rounded once. A whole one is a single part."""
+    result = tl.load(parts, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        result += tl.load(parts + split * apart, mask=inside, other=0.0)
+    return result.to(dtype)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, wait_for_last
+from .backend import Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
+from .linear import Parts, added
 
 
 class NormForm(NamedTuple):
@@ -26,12 +27,12 @@ FORMS = (PLAIN, GEMMA, WIDE)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, if any, and normalise over the last dimension.
 
     Args:
-        x: [..., N].
+        x: [..., N]; in parts only with a residual.
         weight: [N].
         eps: added to the mean square.
         residual: [..., N], added to `x` first.
@@ -44,21 +45,26 @@ def rms_norm(
         >>> x, weight = torch.randn(2, 8), torch.ones(8)
         >>> out, total = rms_norm(x, weight, 1e-6, residual=torch.randn(2, 8))
     """
-    if not runs(x, weight, residual):
+    if isinstance(x, Parts):
+        assert residual is not None
+        terms, splits = x.terms, x.terms.shape[0]
+    elif not runs(x, weight, residual):
         return rms_norm_reference(x, weight, eps, residual, form)
-    x = x.contiguous()
-    columns = x.shape[-1]
-    rows = x.numel() // columns
-    out = torch.empty_like(x)
-    if residual is None:
-        total = residual = x
     else:
-        residual, total = residual.contiguous(), torch.empty_like(x)
+        terms = x = x.contiguous()
+        splits = 1
+    columns = x.shape[-1]
+    rows = x.shape.numel() // columns
+    out = weight.new_empty(x.shape)
+    if residual is None:
+        total = residual = terms
+    else:
+        residual, total = residual.contiguous(), torch.empty_like(out)
     block = power_of_two(columns)
     _norm_kernel[(rows,)](
-        x, residual, weight, out, total, columns, eps,
-        ADD=total is not x, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)), **early(x.device),
+        terms, residual, weight, out, total, rows * columns, columns, eps,
+        SPLITS=splits, ADD=total is not terms, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)), **early(out.device),
     )  # fmt: skip
     return out, total
 
@@ -75,15 +81,17 @@ def rms_norm_reference(
     return weight * wide.to(total.dtype), total
 
 
-@jit
+@varying("apart")
 def _norm_kernel(
     x: Value,
     residual: Value,
     weight: Value,
     out: Value,
     total: Value,
+    apart: Value,
     columns: Value,
     eps: Value,
+    SPLITS: constexpr,
     ADD: constexpr,
     OFFSET: constexpr,
     WIDE: constexpr,
@@ -96,10 +104,10 @@ def _norm_kernel(
     place = tl.program_id(0).to(tl.int64) * columns + column
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_last(EARLY)
-    value = tl.load(x + place, mask=inside, other=0.0)
+    value = added(x + place, apart, inside, out.dtype.element_ty, SPLITS)
     if ADD:
-        added = tl.load(residual + place, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        before = tl.load(residual + place, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
         tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
