@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -276,8 +277,16 @@ def given_hooks(call: Call) -> list[SpeculationHook]:
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
     """Whether the draft is small beside its target."""
-    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, draft)]
-    return sizes[0] >= CHEAP * sizes[1]
+    return _parameters(target) >= CHEAP * _parameters(draft)
+
+
+_SIZES: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # to count takes a millisecond
+
+
+def _parameters(model: torch.nn.Module) -> int:
+    if model not in _SIZES:
+        _SIZES[model] = sum(weight.numel() for weight in model.parameters())
+    return _SIZES[model]
 
 
 def make_seeds(call: Call) -> Iterator[int]:

@@ -169,12 +169,11 @@ def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
     """A runner for this model and batch size, from an earlier generation if it still fits the model."""
     waiting = _IDLE.get(model, {}).pop((rows, layers), None)
-    if layers == "fused":
-        fuse(model)  # nothing happens where it was done before
-    current = fingerprint(model)
-    if waiting is None or waiting.fingerprint != current:
+    if waiting is None or waiting.fingerprint != fingerprint(model):
+        if layers == "fused":
+            fuse(model)
         runner = GraphRunner(model, masks, layers)
-        runner.fingerprint = current
+        runner.fingerprint = fingerprint(model)
         return runner
     waiting.model, waiting.masks = model, masks
     waiting.cache.forget()
