@@ -14,6 +14,7 @@ from .checks import check_model, check_pair
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
 from .mixin import specbranch
+from .planner import choose, described, plans_within
 from .runners.probe import mask_maker_for
 from .simulate import Agreement, predict
 from .step_costs import Inputs, Measurement, generations, measure_costs
@@ -53,7 +54,8 @@ class Report:
         agreement: how often draft and target say the same.
         costs: milliseconds a step, and the hidden part of drafting.
         plain: tokens per second of plain `generate()`.
-        policies: a prediction for each policy at its default settings and at its best.
+        policies: a prediction for each policy at its default settings and at its best, and for the default's plan.
+        planned: what the default, which plans for itself, would choose at these costs, in words.
         recommended: settings to use; None where plain decoding is better, or a check failed.
         verdict: the answer in words.
         prediction_error: how far predictions are off what was measured, the median.
@@ -66,6 +68,7 @@ class Report:
     costs: dict[str, float] = field(default_factory=dict)
     plain: float = 0.0
     policies: list[Row] = field(default_factory=list)
+    planned: str = ""
     recommended: dict[str, Any] | None = None
     prediction_error: float = 0.0
     recording: list[Agreement] = field(default_factory=list)
@@ -234,6 +237,9 @@ def _conclude(
     for policy in ("vanilla", "pearl", "specbranch"):
         best = next(each for each in ranked if each.config.policy == policy)
         rows.append(Row(f"{policy}, best", best.config.to_dict(), *_speeds(best, plain)))
+    auto = SpecBranchConfig(runtime=runtime)
+    choice = choose(plans_within(auto, measurement.captured), agreements, costs, measurement.captured)
+    rows.append(Row("auto", auto.to_dict(), choice.tokens_per_second, choice.tokens_per_second / plain))
     alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
     verdict, worthwhile = _verdict(ranked[0], alone, plain)
     return Report(
@@ -243,6 +249,7 @@ def _conclude(
         costs=costs.to_dict(),
         plain=plain,
         policies=rows,
+        planned=", ".join(described(choice.plan, choice.plan.overlap)),
         recommended=ranked[0].config.to_dict() if worthwhile else None,
         prediction_error=measurement.error,
         recording=agreements,

@@ -89,18 +89,20 @@ class Tuning:
     Args:
         trials: what was run, the fastest first.
         plain: tokens per second of plain `generate()`, measured in turn with them.
+        auto: those of the default, which plans for itself, likewise.
         measurement: step costs here.
         ranked: everything on the grid, the fastest predicted first.
     """
 
     trials: list[Trial]
     plain: float
+    auto: float
     measurement: Measurement
     ranked: list[Ranked]
 
     @property
     def best(self) -> SpecBranchConfig:
-        """The settings to use."""
+        """The fastest of what was run; these settings stay as they are, whatever the text."""
         return self.trials[0].config
 
 
@@ -147,12 +149,13 @@ def tune(
     for config in defaults:
         said = predict(agreements, settled(config, captured, cheap), costs, captured)
         chosen.setdefault(config, said.tokens_per_second)
-    speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in chosen}
+    auto = SpecBranchConfig(runtime=runtime)
+    speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in (*chosen, auto)}
     plain = []
     for turn in range(repeats + 1):  # the first is a warm-up
         for inputs, agreement in zip(prompts, agreements):
             count = len(agreement.rank)
-            for config in chosen:
+            for config in speeds:
                 seconds = decode_seconds(model, draft, inputs, config, count)
                 if turn:
                     speeds[config].append((count - 1) / seconds)
@@ -162,7 +165,8 @@ def tune(
                 plain.append((count - 1) / seconds)
             tick()
     trials = [Trial(config, chosen[config], median(speeds[config])) for config in chosen]
-    return Tuning(sorted(trials, key=lambda trial: -trial.measured), median(plain), measurement, ranked)
+    trials.sort(key=lambda trial: -trial.measured)
+    return Tuning(trials, median(plain), median(speeds[auto]), measurement, ranked)
 
 
 def record_all(
@@ -183,7 +187,7 @@ def record_all(
 
 def tuning_generations(prompts: int, finalists: int, repeats: int, policies: int) -> int:
     """At most how often `tune` will tick."""
-    return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies + 1)
+    return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies + 2)
 
 
 def _finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:

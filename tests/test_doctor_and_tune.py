@@ -93,6 +93,12 @@ def test_the_doctor_measures_and_predicts_every_policy(report):
     json.dumps(report.to_dict())
 
 
+def test_the_doctor_says_what_the_default_would_choose(report):
+    speed = {row.name: row.predicted for row in report.policies}
+    assert report.planned.split(",")[0] in ("autoregressive", "vanilla", "specbranch")
+    assert speed["auto"] >= speed["autoregressive"] * 0.999 and report.to_dict()["planned"] == report.planned
+
+
 def test_the_best_settings_are_predicted_no_slower_than_the_defaults(report):
     speed = {row.name: row.predicted for row in report.policies}
     assert speed["vanilla, best"] >= speed["vanilla"] * 0.999
@@ -135,7 +141,8 @@ def test_tuning_measures_the_best_of_each_policy_and_the_defaults(target, draft)
     model = attached(target)
     found = tune(model, draft, [prompt()], 12, finalists=3, repeats=1, tick=lambda: ticks.append(1))
     assert {trial.config.policy for trial in found.trials} == set(POLICIES)
-    assert SpecBranchConfig() in [trial.config for trial in found.trials]
+    assert {SpecBranchConfig(policy) for policy in POLICIES} <= {trial.config for trial in found.trials}
+    assert found.auto > 0 and found.plain > 0
     assert found.best == max(found.trials, key=lambda trial: trial.measured).config
     assert len(ticks) <= tuning_generations(1, finalists=3, repeats=1, policies=3)
 
@@ -165,7 +172,7 @@ def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders
     answer = json.loads(said.stdout)
     assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
     best = SpecBranchConfig.from_json_file(out)
-    assert answer["best"] == best.to_dict() and best.policy == "vanilla"
+    assert answer["best"] == best.to_dict() and best.policy == "vanilla" and answer["auto"] > 0
     model = attached(target)
     model.generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft, specbranch=out)
     assert model.specbranch_stats.policy == "vanilla"
@@ -181,7 +188,7 @@ def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monke
     worth = "Worth it" in said.stdout or "Hardly worth it" in said.stdout
     assert said.exit_code == (0 if worth else 3)
     assert max(map(len, said.stdout.splitlines())) <= 60
-    for expected in ("plain generate()", "specbranch, best", "first choice", "target pass takes"):
+    for expected in ("plain generate()", "specbranch, best", "first choice", "target pass takes", "plans for itself"):
         assert expected in " ".join(said.stdout.split())
 
 

@@ -101,6 +101,10 @@ def show(report: Report) -> None:
         chosen = {name: report.recommended[name] for name in _SHOWN}
         settings = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
         console.print(f"\nSpecBranchConfig({settings})", soft_wrap=False)
+    if report.planned:
+        console.print(
+            f'\nThe default, policy "auto", plans for itself; by these figures it would choose: {report.planned}.'
+        )
 
 
 _SHOWN = ("policy", "max_draft_length", "confidence_threshold", "max_branches", "overlap")
