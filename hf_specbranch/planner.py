@@ -27,8 +27,8 @@ from .config import SpecBranchConfig
 from .simulate import ABSENT, Agreement, StepCosts, predict
 from .stats import Sum
 
-LENGTHS = (2, 4, 8, 12)
-# By whether stages are captured: thresholds of confidence, outcome branches, runners-up.
+# By whether stages are captured: lengths of chains, thresholds of confidence, outcome branches, runners-up.
+LENGTHS = {True: (2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
 SENDING = {True: (0.1,), False: (0.1, 0.4)}
 OUTCOMES = {True: (12,), False: (0, 4)}
 LEAVES = {True: (0, 8), False: (0, 4, 8)}
@@ -75,7 +75,7 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
         >>> {plan.max_draft_length for plan in plans_within(SpecBranchConfig(max_draft_length=3), captured=True)}
         {3}
     """
-    lengths = LENGTHS if config.max_draft_length == "auto" else (config.draft_length,)
+    lengths = LENGTHS[captured] if config.max_draft_length == "auto" else (config.draft_length,)
     given = config.confidence_threshold
     sending = SENDING[captured] if isinstance(given, str) else (given,)
     found = []

@@ -52,7 +52,7 @@ class Knowledge:
 
     timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], Stretch]] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
-    ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # what a plan did over what was predicted
+    ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # speed of its rounds over what was predicted
     generations: int = 0
     patience: int = 1  # generations until all is thought over again, surprise or not; more each time
     ask_again: int = 0  # which generation that is
@@ -211,8 +211,10 @@ class Planner:
         if found := self.agreements():
             known.agreements.extend(found)
             if plan is not None and took is not None:
-                expected = predict(found, plan, costs, self.captured).tokens_per_second
-                known.ratios[plan] = (known.ratios.get(plan, 1.0) + took.tokens_per_second / expected) / 2
+                expected = predict(found, plan, costs, self.captured)
+                a_round = expected.tokens_per_pass / expected.tokens_per_second
+                ratio = a_round * took.rounds / took.seconds  # not of tokens: these are another part of the text
+                known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
         if not known.agreements:
             return None
         return choose(self.plans, list(known.agreements), costs, self.captured, plan, known.ratios)
