@@ -113,9 +113,15 @@ def read_agreement(
         candidates: as in `record_agreement`.
         temperature: at which the text was drawn.
     """
-    read = text.to(draft.device)
-    own = read.clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # its vocabulary may be smaller
-    logits = draft(input_ids=own, use_cache=False).logits[0, before - 1 : -1] / temperature  # [N, V]
+    own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # it may know fewer
+    return agreement_with(draft(input_ids=own, use_cache=False).logits, text, before, candidates, temperature)
+
+
+def agreement_with(
+    logits: Tensor, text: Tensor, before: int, candidates: int = 8, temperature: float = 1.0
+) -> Agreement:
+    """The same, given the logits [1, L, V] of that pass."""
+    read, logits = text.to(logits.device), logits[0, before - 1 : -1] / temperature  # [N, V]
     top = logits.float().softmax(-1).topk(min(candidates, logits.shape[-1]), dim=-1)
     same = top.indices == read[0, before:, None]  # [N, K]
     rank = torch.where(same.any(1), same.long().argmax(1), ABSENT)

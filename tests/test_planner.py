@@ -445,6 +445,16 @@ def test_once_it_knows_a_pair_it_is_close_to_the_best_plan(costs, which):
     assert taken <= 1.05 * best
 
 
+def test_a_plan_is_chosen_by_the_end_of_the_first_text():
+    """If all was measured meanwhile: the next text begins with it."""
+    costs, known = StepCosts(0.0042, 1e-5, 8.5e-5, 3e-6, hidden=0.6, waiting=3e-4), planning.Knowledge()
+    first, second = recordings("good")[:2]
+    long = Agreement(first.confidence * 2, first.rank * 2, 5, first.chances * 2)
+    seconds_of_a_text(long, costs, known)
+    assert len(known.choices) == 1 and known.generations == 1
+    assert seconds_of_a_text(second, costs, known) < seconds_of_a_text(second, costs, planning.Knowledge())
+
+
 def test_on_two_gpus_it_beats_the_method_of_the_paper():
     """The embedded pair's texts, priced with a device for each model: at least 1.1 times as fast."""
     found = recordings("good")

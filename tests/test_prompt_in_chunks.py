@@ -1,18 +1,22 @@
 """Where stages are captured, short prompts are read through replays of one pass: the text is what it is without."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from hf_specbranch import specbranch
+from hf_specbranch import SpecBranchConfig, specbranch
+from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding import reading
 from hf_specbranch.decoding import target as target_module
+from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.runners.desk import Desk
 from hf_specbranch.runners.eager import EagerRunner, round_up
 from hf_specbranch.runners.graph import MOST_QUERIES
+from hf_specbranch.runners.probe import mask_maker_for
 
 from . import sampling
 from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
@@ -124,6 +128,44 @@ def test_filling_does_not_leave_the_positions_a_model_has_learned(length, read):
     kwargs = run(tokens(length), max_new_tokens=100 - length)
     out = attached(target).generate(**kwargs, assistant_model=noisy_copy(target, 0.1, 1), specbranch=config())
     assert torch.equal(out, target.generate(**kwargs)) and read == [length]
+
+
+@pytest.mark.parametrize("length", [1, 40, 64])
+def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair):
+    _, draft = pair
+    text = tokens(200)
+    runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
+    reading.read_in_chunks(runner, text, torch.arange(256)[None])
+    runner.reserve(1, 512)
+    before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
+    other = tokens(length)
+    assert reading.can_read_aside(runner, other, used=448) and not reading.can_read_aside(runner, other, used=449)
+    assert not reading.can_read_aside(runner, tokens(65), used=0)
+    with torch.no_grad():
+        torch.testing.assert_close(reading.read_aside(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
+
+
+def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_stages, monkeypatch):
+    """And learns what it learns otherwise."""
+    target, draft = pair
+    reserve = EagerRunner.reserve
+    monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, max(slots, 1024)))
+    found, agreements = [], Assembly.agreements
+
+    def look_on(self, text):
+        found.extend(agreements(self, text))
+        self.fixed = False
+        assert agreements(self, text)[0].rank == found[-1].rank
+        self.fixed = True
+        return found[-1:]
+
+    monkeypatch.setattr(Assembly, "agreements", look_on)
+    aside = Mock(side_effect=reading.read_aside)
+    monkeypatch.setattr(assembly_module, "read_aside", aside)
+    kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
+    assert torch.equal(out, target.generate(**kwargs)) and len(found) == aside.call_count > 0
 
 
 def test_samples_follow_the_targets_distribution(read, monkeypatch):

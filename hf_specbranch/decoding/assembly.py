@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from ..agreement import Agreement, read_agreement
+from ..agreement import Agreement, agreement_with, read_agreement
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..planner import plans_within, usual_costs
+from ..runners.choose import BRANCHES
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner, round_up
 from ..runners.slots import past_length
@@ -33,6 +34,7 @@ from .policies import POLICIES, Policy
 from .quick_drafter import QuickDrafter, is_plain
 from .quick_judge import QuickJudge
 from .quick_target import QuickTarget
+from .reading import can_read_aside, read_aside
 from .recorder import Recorder
 from .records import Feedback
 from .scoring import can_guide, is_opaque
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 # towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
 GREEDY_DRAFTS_BELOW = 0.3
 CHEAP = 50  # a draft is that has so many times fewer parameters than its target
-WINDOW, CONTEXT, FEWEST = 128, 512, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
+WINDOW, CONTEXT, FEWEST = 128, 256, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
 
 
 class Assembly:
@@ -129,11 +131,15 @@ class Assembly:
         new, length = len(text.new[row]), text.lengths[row]
         if new < FEWEST:
             return []
-        padding = int((~self._own_attention[row]).sum())
+        draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
+        assert draft is not None
         ids = text.ids[row : row + 1, max(padding, length - CONTEXT) : length]
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = temperature_of(self.call) if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
+        if self.fixed and self.call.rows == 1 and can_read_aside(draft, ids, length + BRANCHES):
+            logits = read_aside(draft, ids.clamp(max=draft.vocabulary - 1))
+            return [agreement_with(logits, ids, before, candidates, temperature)]
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
 
     def planner(self, text: Text) -> Planner:

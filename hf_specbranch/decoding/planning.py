@@ -128,21 +128,25 @@ class Planner:
             rounds *= 2
 
     def _measure(self) -> Generator[Leg, Stretch, None]:
-        """Time what was not timed yet: both models one after the other, at once, and passes of other widths."""
+        """Time what was not timed yet."""
+        for plan, overlap in self._unmeasured():
+            yield Leg(plan, WARM_UP, overlap)
+            for _ in range(TRIES):
+                leg = Leg(plan, TIMED, overlap)
+                took = yield leg
+                self._note(leg, took)
+                if not took.disturbed:
+                    break
+
+    def _unmeasured(self) -> list[tuple[SpecBranchConfig, bool]]:
+        """What is to be timed yet: both models at once, one after the other, and passes of other widths."""
         first, simple = self.plans[0], [plan for plan in self.plans if plan.policy == "vanilla"]
         simple.sort(key=width)
         none = next(plan for plan in self.plans if plan.policy == "autoregressive")
         middle, widest = simple[len(simple) // 2], simple[-1]
         alone = [(plan, False) for plan in (first, none, middle, widest)]
-        for plan, overlap in [(first, first.overlap), *alone]:
-            if (plan, overlap) not in self.timed:
-                yield Leg(plan, WARM_UP, overlap)
-                for _ in range(TRIES):
-                    leg = Leg(plan, TIMED, overlap)
-                    took = yield leg
-                    self._note(leg, took)
-                    if not took.disturbed:
-                        break
+        wanted = dict.fromkeys([(first, first.overlap), *alone])
+        return [each for each in wanted if each not in self.timed]
 
     @property
     def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
@@ -160,6 +164,9 @@ class Planner:
         light.
         """
         self.learn(leg, took, ending=True)
+        unchosen = self.usual is None and self.situation not in self.known.choices
+        if unchosen and self.timed and not self._unmeasured() and (choice := self._choose()) is not None:
+            self.known.choices[self.situation] = choice
         self.known.generations = count = self.known.generations + 1
         if self.timed and not self.captured and (count in REFRESH or count % REFRESH[-1] == 0):
             del self.timed[next(iter(self.timed))]

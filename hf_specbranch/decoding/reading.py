@@ -32,7 +32,7 @@ def read_in_chunks(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Te
     Args:
         runner: the model and its cache.
         tokens: [B, P] without padding.
-        positions: [B, capacity] of what the slots hold; within what the model knows, behind the text too.
+        positions: [B, P or more] of what the slots hold; within what the model knows, behind the text too.
     """
     rows, length = tokens.shape
     filled = filled_up(length)
@@ -42,9 +42,28 @@ def read_in_chunks(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Te
     for first in range(0, filled, CHUNK):
         some = slice(first, first + CHUNK)
         own, sees = slots[some].repeat(rows, 1), visible[some].expand(rows, -1, -1)
-        logits = runner.forward(tokens[:, some], positions[:, some], own, sees).logits
+        known = positions[:, slots[some].clamp(max=positions.shape[1] - 1)]
+        logits = runner.forward(tokens[:, some], known, own, sees).logits
     last = (length - 1) % CHUNK
     return logits[:, last : last + 1]
+
+
+def can_read_aside(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
+    """Whether a text fits behind the slots in use."""
+    return tokens.shape[1] <= CHUNK <= runner.cache.address.capacity - used
+
+
+def read_aside(runner: EagerRunner, tokens: Tensor) -> Tensor:
+    """Logits [1, L, V] behind each token of a text [1, L] of at most a chunk, whatever else is under way: its keys and
+    values go to the last slots there are.
+    """
+    length, capacity = tokens.shape[1], runner.cache.address.capacity
+    order = torch.arange(CHUNK, device=tokens.device)
+    visible = torch.zeros((1, CHUNK, capacity), dtype=torch.bool, device=tokens.device)
+    visible[:, :, capacity - CHUNK :] = order <= order[:, None]
+    positions = order[None] if runner.position_limit is None else order[None].clamp(max=runner.position_limit - 1)
+    tokens = pad(tokens, (0, CHUNK - length))
+    return runner.forward(tokens, positions, capacity - CHUNK + order[None], visible).logits[:, :length]
 
 
 def filled_up(length: int) -> int:

@@ -21,6 +21,7 @@ _SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a mo
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
 BRANCHES = 256  # room for branches behind the text
+ASIDE = 256  # room for a text that the draft reads aside
 
 
 @contextmanager
@@ -50,7 +51,8 @@ def runner_for(
     fused = model.dtype in HALF_PRECISION if kernels == "auto" else kernels
     layers: graph.Layers = "compiled" if runtime == "compile" else "fused" if fused else "plain"
     runner = graph.take(model, masks, rows, layers)
-    runner.reserve(rows, min(slots + BRANCHES, UPFRONT))
+    aside = ASIDE if role == "draft" else 0
+    runner.reserve(rows, min(slots + BRANCHES + aside, UPFRONT))
     yield runner
     graph.give_back(runner, rows)
 
