@@ -28,7 +28,7 @@ from .simulate import ABSENT, Agreement, StepCosts, predict
 from .stats import Sum
 
 # By whether stages are captured: lengths of chains, thresholds of confidence, outcome branches, runners-up.
-LENGTHS = {True: (2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
+LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
 SENDING = {True: (0.1,), False: (0.1, 0.4)}
 OUTCOMES = {True: (12,), False: (0, 4)}
 LEAVES = {True: (0, 8), False: (0, 4, 8)}

@@ -80,7 +80,8 @@ def attend(
     key_heads, slots = key.shape[1], key.shape[2]
     blocks = blocks or blocks_in_use(mask, rows, slots, query)
     packed = heads // key_heads * queries
-    tile = min(power_of_two(packed, 16), 16 if query.dtype == torch.float32 else 64 if size <= 128 else 32)
+    exact = query.dtype == torch.float32
+    tile = min(power_of_two(packed, 16), 16 if exact else 64 if size <= 128 else 32)
     tiles = triton.cdiv(packed, tile)
     splits = _splits(rows * key_heads * tiles, blocks.listed.shape[1], query.device)
     partial = query.new_empty((rows, heads, queries, splits, size), dtype=torch.float32)
@@ -91,9 +92,10 @@ def attend(
         query, key, value, seen, blocks.listed, blocks.number, partial, scores, scores[1],
         scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, blocks.listed.shape[1],
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
-        MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32,
-        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16), num_warps=8 if query.dtype == torch.float32 else 4,
-        num_stages=1 if query.dtype == torch.float32 else STAGES, **early(query.device),
+        MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
+        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16),
+        num_warps=8 if exact or tile == 64 else 4,  # four take 3.6 s to compile a tile of 64, eight 1.5
+        num_stages=1 if exact else STAGES, **early(query.device),
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
     _combine_kernel[(rows * heads * queries,)](
