@@ -14,7 +14,7 @@ DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
 # Drafting costs an eager draft much of a target's pass, and it pays to stop early; captured stages take all their steps
 # anyway, and what counts is tokens a pass.
-DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.1
+DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
 # A captured draft stage takes all its steps, so its length must be in proportion: 1.3B beside 33B took 1.3 ms a step
 # for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
 CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
@@ -38,7 +38,7 @@ class SpecBranchConfig:
             says in `num_assistant_tokens`, else 8, or 4 where stages are captured and the draft is large beside its
             target.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
-            probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.1 where stages are captured
+            probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.02 where stages are captured
             as CUDA graphs and no head decides, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a

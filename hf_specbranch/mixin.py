@@ -51,6 +51,7 @@ class Request:
 _POSITIONAL = [
     name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")
 ]
+ASSISTANT_TOKENS = 20  # what transformers takes where a generation config does not say `num_assistant_tokens`
 _REQUEST: ContextVar[Request | None] = ContextVar("specbranch_request", default=None)
 
 
@@ -283,10 +284,12 @@ def _settings(given: Any, arguments: dict[str, Any], model_config: GenerationCon
     else:
         raise TypeError(f"specbranch={given!r}: expected a SpecBranchConfig, a dict, a JSON file's path or a bool")
     if config.max_draft_length == "auto":
-        lengths = (
-            arguments.get("num_assistant_tokens"),
-            getattr(passed, "num_assistant_tokens", None),
-            getattr(model_config, "num_assistant_tokens", None),
-        )
+        lengths = (arguments.get("num_assistant_tokens"), *map(_assistant_tokens, (passed, model_config)))
         config = replace(config, max_draft_length=next((length for length in lengths if length), "auto"))
     return config
+
+
+def _assistant_tokens(config: GenerationConfig | None) -> int | None:
+    """What a generation config says of the draft length, if anybody has set it: pipelines fill in defaults."""
+    length: int | None = getattr(config, "num_assistant_tokens", None)
+    return None if length == ASSISTANT_TOKENS else length

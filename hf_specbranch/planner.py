@@ -29,7 +29,7 @@ from .stats import Sum
 
 # By whether stages are captured: lengths of chains, thresholds of confidence, outcome branches, runners-up.
 LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
-SENDING = {True: (0.1,), False: (0.1, 0.4)}
+SENDING = {True: (0.02,), False: (0.1, 0.4)}
 OUTCOMES = {True: (12,), False: (0, 4)}
 LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it

@@ -424,6 +424,10 @@ def test_num_assistant_tokens_sets_the_draft_length(target, model):
         num_assistant_tokens=3, specbranch={"policy": "vanilla", "confidence_threshold": 0.0},
     )  # fmt: skip
     assert model.specbranch_stats.acceptance_histogram == [0, 0, 0, 5]
+    once = GenerationConfig(max_new_tokens=21, min_new_tokens=21, do_sample=False, num_assistant_tokens=4)
+    settings = {"policy": "vanilla", "confidence_threshold": 0.0}
+    model.generate(**prompt(), generation_config=once, assistant_model=target, specbranch=settings)
+    assert model.specbranch_stats.acceptance_histogram == [0, 0, 0, 0, 4]
 
 
 def test_a_generator_decides_the_draws(model, draft):

@@ -58,6 +58,12 @@ def assert_it_speculated(pipe):
     assert pipe.model.specbranch_stats.num_accepted_tokens > 0
 
 
+def test_the_length_that_transformers_fills_in_is_not_taken_for_the_users(pipe):
+    pipe(PROMPTS[0], **GREEDY)
+    plans = str(pipe.model.specbranch_stats.plans)
+    assert "length" in plans and "length 20" not in plans
+
+
 @pytest.mark.parametrize(
     "given",
     [PROMPTS[0], PROMPTS[:2], CHAT, [CHAT, [{"role": "user", "content": "class Stack:"}]]],

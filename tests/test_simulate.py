@@ -103,7 +103,7 @@ def test_auto_means_what_it_means_to_the_engine():
         (found.max_draft_length, found.confidence_threshold, found.max_outcomes)
         for found in (settled(auto), settled(auto, captured=True), settled(auto, captured=True, cheap=False))
     ]
-    assert numbers == [(8, 0.4, 0), (8, 0.1, 12), (4, 0.1, 4)]
+    assert numbers == [(8, 0.4, 0), (8, 0.02, 12), (4, 0.02, 4)]
     assert settled(SpecBranchConfig(policy="pearl"), captured=True).max_outcomes == 0
 
 

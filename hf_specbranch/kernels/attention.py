@@ -94,7 +94,7 @@ def attend(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
         TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16),
-        num_warps=8 if exact or tile == 64 else 4,  # four take 3.6 s to compile a tile of 64, eight 1.5
+        num_warps=8 if exact or tile == 64 else 4,  # for tiles of 64 four take twice as long to compile
         num_stages=1 if exact else STAGES, **early(query.device),
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
