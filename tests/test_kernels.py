@@ -27,9 +27,9 @@ from hf_specbranch.kernels import fuse, fused, register
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward
+from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
 from hf_specbranch.kernels.gated import gated, gated_reference, recognise
-from hf_specbranch.kernels.linear import PLANS, Parts, fits, linear, linear_reference
+from hf_specbranch.kernels.linear import PLANS, Parts, Plan, fits, linear, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
 from hf_specbranch.kernels.storage import joined
@@ -340,6 +340,23 @@ def test_a_fused_model_computes_the_same(family):
     assert torch.equal(logits_over_branches(model), expected)  # outside: its own code on the same numbers
     torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(logits_over_branches(model), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@pytest.mark.parametrize("family", [*LLAMA_LIKE, "qwen2-moe"])
+def test_a_fused_model_adds_up_split_products(family, monkeypatch):
+    """Those of a mixture's experts too, which are read by nobody who can add."""
+    model = make(family).to(DEVICE, torch.float16)
+    fuse(model)
+    expected, asked = logits_over_branches(model, fused, DEVICE), []
+
+    def split(shared, x, weight):
+        asked.append(shared.adds_parts)
+        return Plan(16, 16, 2, 1, 2)
+
+    monkeypatch.setattr(Shared, "_plan", split)
+    torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
+    assert any(asked) == (family not in ("gemma2", "gemma3"))  # whose norms stand before the sum
 
 
 @pytest.mark.compat

@@ -163,7 +163,7 @@ class LayerForward:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         module, shared, form = self.module, self.shared, self.form
-        shared.adds_parts = not self.sandwich
+        shared.adds_parts = not self.sandwich and stands_in(module.self_attn, AttentionForward)
         out, *_ = module.self_attn(
             hidden_states=shared.normed(hidden_states, module.input_layernorm, form),
             **dict(zip(("attention_mask", "position_ids", "past_key_values"), args)),
@@ -173,7 +173,7 @@ class LayerForward:
         if self.sandwich:
             out, middle = shared.normed(out, middle, form), module.pre_feedforward_layernorm
         normed, residual = shared.add_norm(out, hidden_states, middle, form)
-        shared.adds_parts = not self.sandwich and self.following is not None
+        shared.adds_parts = not self.sandwich and self.following is not None and stands_in(module.mlp, MlpForward)
         out = module.mlp(normed)
         shared.adds_parts = False
         if self.sandwich:
@@ -183,6 +183,11 @@ class LayerForward:
         normed, total = shared.add_norm(out, residual, self.following, form)
         shared.ahead = total, self.following, normed
         return total
+
+
+def stands_in(module: nn.Module, kind: type) -> bool:
+    """Whether a module runs through one of these now. If not, parts of it may, and must give it whole products."""
+    return isinstance(vars(module).get("forward"), kind)
 
 
 def epsilon(norm: Any) -> float:
