@@ -27,6 +27,7 @@ from hf_specbranch.bench.timing import TimingStreamer, percentile
 from hf_specbranch.bench.ways import TITLES, Choices, Pair, Way, check_names
 from hf_specbranch.cli import app
 
+from .families import make
 from .heads import random_head
 from .models import llama, prompt
 
@@ -335,14 +336,22 @@ def test_further_measurements_are_taken_and_printed(pair, finished):
     benchmark, report, _ = finished
     found = {}
     further = Further(pass_at=(8,), first_token_at=30, round_cost_at=(238, 244), stability_runs=3, repeats=1)
+    further = further._replace(kernels_alone=True)
     further.check(pair)
     further.run(pair, benchmark.inputs, benchmark.plan, found)
     assert found["time_to_first_token"]["prompt_tokens"] == 30 and found["time_to_first_token"]["ratio"] > 0
     assert [row["context"] for row in found["round_cost"]] == [238, 244]
     speeds = found["stability"]["tokens_per_second"]
     assert len(speeds) == 3 and found["stability"]["ratio"] == pytest.approx(speeds[-1] / speeds[0])
+    assert len(found["kernels"]) == 9 and all(min(line["us"], line["torch_us"]) > 0 for line in found["kernels"])
     text = markdown({**report, **found})
+    assert "norm with residual: " in text and "product, down (" in text
     assert "a round at 244 tokens" in text and "3 runs" in text and "30-token prompt" in text and "limit:" in text
+
+
+def test_sizes_that_a_model_does_not_have_are_refused(pair):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no intermediate_size in its config"):
+        Further(kernels_alone=True).check(pair._replace(target=make("gpt2")))
 
 
 def test_contexts_that_a_model_does_not_have_are_refused(pair):

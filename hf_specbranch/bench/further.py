@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .each_kernel import check_sizes, each_kernel
 from .latency import REPEATS, check_context, round_cost, stability, time_to_first_token
 from .limit import distance_to_limit
 from .measure import Plan
@@ -20,12 +21,15 @@ class Further(NamedTuple):
     first_token_at: int | None = None  # tokens of a long prompt
     round_cost_at: tuple[int, ...] = ()  # contexts at which a round is timed
     stability_runs: int | None = None
+    kernels_alone: bool = False  # each kernel is timed by itself
     repeats: int = REPEATS  # counted runs of the second and third
 
     def check(self, pair: Pair) -> None:
-        """Refuse contexts that the models do not have."""
+        """Refuse contexts and sizes that the models do not have."""
         first = () if self.first_token_at is None else (self.first_token_at,)
         check_context(pair, (*self.pass_at, *first, *self.round_cost_at))
+        if self.kernels_alone:
+            check_sizes(pair.target)
 
     def run(self, pair: Pair, all_inputs: list[dict[str, Tensor]], plan: Plan, found: dict[str, Any]) -> None:
         """Take them one by one and put each into `found` as soon as it is known."""
@@ -33,6 +37,8 @@ class Further(NamedTuple):
         if self.pass_at:
             forget(pair)
             found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime, choices.kernels)
+        if self.kernels_alone:
+            found["kernels"] = each_kernel(pair.target)
         if self.first_token_at is not None:
             found["time_to_first_token"] = time_to_first_token(
                 pair, all_inputs, choices, self.first_token_at, self.repeats

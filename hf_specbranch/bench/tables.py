@@ -111,6 +111,11 @@ def lines(report: dict[str, Any]) -> list[str]:
         said += _prediction_lines(predictions)
     if limit := report.get("limit"):
         said += _limit_lines(limit)
+    for found in report.get("kernels") or ():
+        said.append(
+            f"{found['name']}: {found['us']:.1f} us, in torch {found['torch_us']:.1f}; a copy of its bytes takes "
+            f"{found['copy_us']:.1f}"
+        )
     if found := report.get("time_to_first_token"):
         said.append(
             f"first token of a {found['prompt_tokens']}-token prompt: plain {found['plain_ms']:.1f} ms, specbranch "

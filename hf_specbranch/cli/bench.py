@@ -70,6 +70,7 @@ def bench(
     stability_runs: Annotated[
         int | None, typer.Option("--stability", min=2, help="Also run one prompt so many times.")
     ] = None,
+    each_kernel: Annotated[bool, typer.Option("--each-kernel", help="Also time each kernel of a pass alone.")] = False,
     device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of both models' weights in memory.")] = "float32",
     runtime: Annotated[str, typer.Option(help="Of our ways: auto, eager, graph or compile.")] = "auto",
@@ -107,7 +108,11 @@ def bench(
     )
     check_plan(plan)
     further = Further(
-        _lengths(pass_at, "--pass-at"), first_token_at, _lengths(round_cost_at, "--round-cost"), stability_runs
+        _lengths(pass_at, "--pass-at"),
+        first_token_at,
+        _lengths(round_cost_at, "--round-cost"),
+        stability_runs,
+        each_kernel,
     )
     texts = (read_prompts(prompts) if prompts is not None else python_prompts())[:num_prompts]
     torch.set_num_threads(threads or torch.get_num_threads())

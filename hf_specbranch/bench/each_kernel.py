@@ -1,0 +1,189 @@
+"""Every kernel of a pass alone, at a model's sizes: beside what torch takes, and beside a copy of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ..kernels.angles import angles, angles_reference
+from ..kernels.attention import attend
+from ..kernels.choose import choose
+from ..kernels.gated import gated, gated_reference
+from ..kernels.linear import linear
+from ..kernels.norm import rms_norm, rms_norm_reference
+from ..kernels.rotary import Slots, rotary, rotary_reference
+from .limit import copy_bandwidth, timed
+
+TOKENS, CONTEXT = 8, 512
+LARGEST_CACHE = 128 << 20  # bytes; operands that are read once in a pass must not come from a cache
+CALLS = 16  # in one measurement
+
+
+class Work(NamedTuple):
+    """One kernel's work. Both ways are called with a number, and may take other operands for each."""
+
+    name: str
+    kernel: Callable[[int], object]
+    torch_way: Callable[[int], object]
+    moved: int  # bytes read and written
+
+
+@torch.no_grad()
+def each_kernel(model: PreTrainedModel, tokens: int = TOKENS, context: int = CONTEXT) -> list[dict[str, Any]]:
+    """Microseconds of each kernel, of the same in torch, and of a copy that moves as many bytes.
+
+    On CUDA many calls are captured in one graph, so that launching them costs nothing. On a CPU the kernels are their
+    torch references.
+
+    Args:
+        model: whose sizes, dtype and device to take; of the kind that the kernels serve.
+        tokens: in the pass.
+        context: tokens before them.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> [line["name"] for line in each_kernel(load_demo_pair()[0])][:2]
+        ['norm with residual', 'angles']
+    """
+    bandwidth = copy_bandwidth(model.device)
+    found = []
+    for work in Pass(model, tokens, context):
+        taken = [1e6 * _seconds(way, model.device) for way in (work.kernel, work.torch_way)]
+        limit = 1e6 * work.moved / bandwidth
+        found.append({"name": work.name, "us": taken[0], "torch_us": taken[1], "copy_us": limit})
+    return found
+
+
+def check_sizes(model: PreTrainedModel) -> None:
+    """Refuse models whose sizes go by other names: their kernels would be guesses."""
+    config = model.config.get_text_config(decoder=True)
+    missing = [
+        name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if not hasattr(config, name)
+    ]
+    if missing:
+        raise ValueError(
+            f"--each-kernel: {type(model).__name__} has no {', '.join(missing)} in its config; the kernels serve models "
+            f"built like Llama"
+        )
+
+
+class Pass:
+    """Operands of a pass over some tokens, kernel by kernel."""
+
+    def __init__(self, model: PreTrainedModel, tokens: int, context: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.device, self.dtype, self.tokens, self.context = model.device, model.dtype, tokens, context
+        self.hidden, self.inner, self.heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+        self.shared = getattr(config, "num_key_value_heads", None) or self.heads
+        self.size = getattr(config, "head_dim", None) or self.hidden // self.heads
+        self.positions = torch.arange(tokens, device=model.device)[None]
+        self.query = self.random(1, self.heads, tokens, self.size)
+
+    def __iter__(self) -> Iterator[Work]:
+        yield from (self.norm(), self.angles(), self.rotary(), self.attention(), self.gate())
+        yield self.product("q, k and v", (self.heads + 2 * self.shared) * self.size, self.hidden)
+        yield self.product("attention's output", self.hidden, self.heads * self.size)
+        yield self.product("gate and up", 2 * self.inner, self.hidden)
+        yield self.product("down", self.hidden, self.inner)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def norm(self) -> Work:
+        x, residual = self.random(1, self.tokens, self.hidden), self.random(1, self.tokens, self.hidden)
+        weight = self.random(self.hidden)
+        return Work(
+            "norm with residual",
+            lambda _: rms_norm(x, weight, 1e-6, residual),
+            lambda _: rms_norm_reference(x, weight, 1e-6, residual),
+            4 * x.nbytes,
+        )
+
+    def angles(self) -> Work:
+        frequencies = torch.rand(self.size // 2, device=self.device)
+        return Work(
+            "angles",
+            lambda _: angles(self.positions, frequencies, 1.0, self.dtype),
+            lambda _: angles_reference(self.positions, frequencies, 1.0, self.dtype),
+            2 * self.tokens * self.size * self.dtype.itemsize,
+        )
+
+    def rotary(self) -> Work:
+        key = self.random(1, self.shared, self.tokens, self.size)
+        cos, sin = self.random(1, self.tokens, self.size), self.random(1, self.tokens, self.size)
+        keys, values = self.random(2, 1, self.shared, self.context + self.tokens, self.size)
+        places = self.positions + self.context
+
+        def in_torch(_: int) -> None:
+            rotary_reference(self.query, cos, sin)
+            keys.index_copy_(2, places[0], rotary_reference(key, cos, sin))
+            values.index_copy_(2, places[0], key)
+
+        return Work(
+            "rotary with the cache",
+            lambda _: rotary(self.query, key, key, cos, sin, None, Slots(keys, values, places)),
+            in_torch,
+            2 * (self.query.nbytes + 2 * key.nbytes),
+        )
+
+    def attention(self) -> Work:
+        slots = self.context + self.tokens
+        caches = _many(lambda: self.random(2, 1, self.shared, slots, self.size))
+        mask = (torch.arange(slots, device=self.device) <= self.context + self.positions[0][:, None])[None, None]
+
+        def ours(call: int) -> None:
+            keys, values = caches[call % len(caches)]
+            attend(self.query, keys, values, mask, self.size**-0.5)
+
+        def in_torch(call: int) -> None:
+            keys, values = caches[call % len(caches)]
+            functional.scaled_dot_product_attention(self.query, keys, values, attn_mask=mask, enable_gqa=True)
+
+        return Work("attention", ours, in_torch, caches[0].nbytes)
+
+    def gate(self) -> Work:
+        both = self.random(self.tokens, 2 * self.inner)
+        moved = both.nbytes * 3 // 2
+        return Work("gate", lambda _: gated(both, "silu"), lambda _: gated_reference(both, "silu"), moved)
+
+    def product(self, name: str, columns: int, depth: int) -> Work:
+        weights, rows = _many(lambda: self.random(columns, depth)), self.random(self.tokens, depth)
+        plan = choose(weights, self.tokens)
+        return Work(
+            f"product, {name} ({columns}x{depth})",
+            lambda call: linear(rows, weights[call % len(weights)], None, plan),
+            lambda call: functional.linear(rows, weights[call % len(weights)]),
+            weights[0].nbytes,
+        )
+
+
+def _many(make: Callable[[], Tensor]) -> list[Tensor]:
+    """So many operands that no cache holds all of them; on a CPU one."""
+    first = make()
+    size = first.numel() * first.element_size()
+    more = min(CALLS, LARGEST_CACHE // size) if first.is_cuda else 0
+    return [first, *(make() for _ in range(more))]
+
+
+def _seconds(way: Callable[[int], object], device: torch.device) -> float:
+    """Of one call, the least of some measurements."""
+    if device.type != "cuda":
+        return min(timed(lambda: way(0), device, CALLS))
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        way(0)  # compiled outside the capture
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in range(CALLS):
+                way(call)
+        finally:
+            graph.capture_end()
+        seconds = min(timed(graph.replay, device, 10)) / CALLS
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return seconds
