@@ -67,8 +67,8 @@ def check_sizes(model: PreTrainedModel) -> None:
     ]
     if missing:
         raise ValueError(
-            f"--each-kernel: {type(model).__name__} has no {', '.join(missing)} in its config; the kernels serve models "
-            f"built like Llama"
+            f"--each-kernel: {type(model).__name__} has no {', '.join(missing)} in its config; the kernels serve "
+            f"models built like Llama"
         )
 
 
