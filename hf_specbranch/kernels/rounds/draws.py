@@ -81,14 +81,14 @@ def _draws_kernel(
         length = tl.load(lengths + row)
         tested = query < length
         q = chain_scores + (row * count + tl.minimum(query, count - 1)) * vocabulary
-        token = tl.load(tokens + row * chain_row + query, mask=tested, other=0)
+        token = tl.load(tokens + row * chain_row + tl.minimum(query, count - 1))
         if BRANCH:
             if query == length:
                 tested = tl.load(at + row * branch_row) == length
                 token = tl.load(branches + row * branch_row)
                 q = branch_scores + row * vocabulary
         chance = tl.exp(tl.load(scores + token).to(tl.float32) - largest) / total
-        believed = tl.load(q + token, mask=tested, other=0.0)
+        believed = tl.load(q + token)
         stands = tested & (believed * (1.0 - tl.exp(-tl.load(noise + vocabulary))) < chance) & (believed > 0)
 
     best = -1.0
@@ -104,7 +104,8 @@ def _draws_kernel(
         choice = tl.where(here > best, first + tl.argmax(p / wait, 0), choice)
         best = tl.maximum(best, here)
         if DRAWN:
-            left = tl.maximum(p - tl.load(q + first + offsets, mask=inside & tested, other=0.0), 0.0) / wait
+            drafted = tl.load(q + first + offsets, mask=inside, other=0.0)
+            left = tl.maximum(p - tl.where(tested, drafted, 0.0), 0.0) / wait
             here = tl.max(left, 0)
             choice_left = tl.where(here > best_left, first + tl.argmax(left, 0), choice_left)
             best_left = tl.maximum(best_left, here)
