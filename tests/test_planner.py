@@ -351,6 +351,10 @@ def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(size
     chosen = [choose(every_plan(), [text], costs, True).plan for text in texts]
     assert {plan.policy for plan in chosen} == {"vanilla"}
     assert sum(plan.runners_up > 0 for plan in chosen) >= len(texts) - 1  # a text that the draft knows by heart
+    for text, plan in zip(texts, chosen):
+        promised = predict([text], plan, costs, True).tokens_per_second
+        leafy = [predict([text], each, costs, True).tokens_per_second for each in every_plan() if each.runners_up]
+        assert max(leafy) > 0.99 * promised
     first = choose(every_plan(), [ordinary_text(5)], costs, True).plan
     assert (first.policy, first.max_draft_length) == ("vanilla", length) and first.runners_up > 0
 

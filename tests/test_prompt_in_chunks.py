@@ -1,7 +1,6 @@
 """Where stages are captured, short prompts are read through replays of one pass: the text is what it is without."""
 
 import copy
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hf_specbranch.decoding import reading
 from hf_specbranch.decoding import target as target_module
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.target import Target
+from hf_specbranch.runners.choose import ASIDE
 from hf_specbranch.runners.desk import Desk
 from hf_specbranch.runners.eager import EagerRunner, round_up
 from hf_specbranch.runners.graph import MOST_QUERIES
@@ -70,8 +70,8 @@ def sharpened(model):
     return model.eval()
 
 
-def test_a_chunk_is_a_pass_that_is_captured():
-    assert reading.CHUNK <= MOST_QUERIES
+def test_a_chunk_is_a_pass_that_is_captured_and_has_room():
+    assert reading.CHUNK <= min(MOST_QUERIES, ASIDE)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])
@@ -161,11 +161,13 @@ def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_sta
         return found[-1:]
 
     monkeypatch.setattr(Assembly, "agreements", look_on)
-    aside = Mock(side_effect=reading.read_aside)
-    monkeypatch.setattr(assembly_module, "read_aside", aside)
+    aside = []
+    monkeypatch.setattr(
+        assembly_module, "read_aside", lambda runner, text: (aside.append(text), reading.read_aside(runner, text))[1]
+    )
     kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
-    assert torch.equal(out, target.generate(**kwargs)) and len(found) == aside.call_count > 0
+    assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(aside) > 0
 
 
 def test_samples_follow_the_targets_distribution(read, monkeypatch):

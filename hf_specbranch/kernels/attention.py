@@ -11,8 +11,6 @@ sees are left out beforehand, so a cache may be much larger than what is in use.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from .backend import (
     Value,
     constexpr,
     early,
-    jit,
     multiprocessors,
     power_of_two,
     runs,
@@ -30,18 +27,11 @@ from .backend import (
     varying,
     wait_for_last,
 )
+from .blocks import Blocks, blocks_in_use, mask_kind, visible
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
 STAGES = 5  # of the pipeline; two blocks are then under way, since where a block lies is itself read
-
-
-class Blocks(NamedTuple):
-    """The blocks of keys that some query of a row sees: those listed first, `number` of them."""
-
-    listed: Tensor  # [B, blocks] of int32
-    number: Tensor  # [B] of int32
-    size: int  # keys in a block
 
 
 def attend(
@@ -92,7 +82,7 @@ def attend(
         query, key, value, seen, blocks.listed, blocks.number, partial, scores, scores[1],
         scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, blocks.listed.shape[1],
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
-        MASK=_mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
+        MASK=mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
         TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # for tiles of 64 four take twice as long to compile
         num_stages=1 if exact else STAGES, **early(query.device),
@@ -132,40 +122,9 @@ def attend_reference(
     return (weights @ value).transpose(1, 2).to(query.dtype)
 
 
-def block_size(query: Tensor) -> int:
-    """Keys in a block; products in true float32 need more registers."""
-    return 32 if query.dtype == torch.float32 or query.shape[-1] > 128 else 64
-
-
-def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> Blocks:
-    """List the blocks of keys that some query sees. All layers that share a mask may share the list."""
-    size = block_size(query)
-    number = triton.cdiv(slots, size)
-    used = query.new_empty((rows, number), dtype=torch.int32)
-    listed, count = torch.empty_like(used), used.new_empty((rows,))
-    if mask is not None:
-        seen = mask.expand(rows, -1, -1, -1)
-        queries = seen.shape[2]
-        _use_kernel[(rows, number)](
-            seen, used, queries, slots, number, seen.stride(0), seen.stride(2),
-            MASK=_mask_kind(mask), QUERIES=power_of_two(queries, 16), BLOCK=size, num_warps=1,
-            **early(query.device),
-        )  # fmt: skip
-    else:
-        used.fill_(1)
-    _list_kernel[(rows,)](
-        used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4, **early(query.device)
-    )
-    return Blocks(listed, count, size)
-
-
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
     """As many as fill the GPU twice over, but a block at least for each."""
     return max(1, min(2 * multiprocessors(device) // programs, blocks, MOST_SPLITS))
-
-
-def _mask_kind(mask: Tensor | None) -> int:
-    return 0 if mask is None else 1 if mask.dtype == torch.bool else 2
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -178,55 +137,6 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
         and (mask is None or (mask.shape[1] == 1 and mask.shape[3] == key.shape[2] and mask.stride(3) == 1))
         and (mask is None or mask.dtype in (torch.bool, query.dtype))
     )
-
-
-@jit
-def _visible(mask: Value, MASK: constexpr) -> Value:
-    """Of loaded mask values. An additive mask hides by a number near the lowest of its dtype."""
-    if MASK == 1:
-        return mask != 0
-    else:
-        lowest: tl.constexpr = -3e4 if mask.dtype == tl.float16 else -1e38
-        return mask.to(tl.float32) > lowest
-
-
-@varying("queries", "blocks")
-def _use_kernel(
-    mask: Value,
-    used: Value,
-    queries: Value,
-    slots: Value,
-    blocks: Value,
-    mask_row: Value,
-    mask_query: Value,
-    MASK: constexpr,
-    QUERIES: constexpr,
-    BLOCK: constexpr,
-    EARLY: constexpr,
-) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    query = tl.arange(0, QUERIES)[:, None]
-    slot = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (query < queries) & (slot < slots)
-    if MASK == 1:
-        seen = tl.load(mask + row * mask_row + query * mask_query + slot, mask=inside, other=0)
-    else:
-        seen = tl.load(mask + row * mask_row + query * mask_query + slot, mask=inside, other=float("-inf"))
-    tl.store(used + row * blocks + block, tl.max(tl.max(_visible(seen, MASK).to(tl.int32), 1), 0))
-
-
-@varying("blocks")
-def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr, EARLY: constexpr) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK)
-    wanted = tl.load(used + row * blocks + block, mask=block < blocks, other=0)
-    place = tl.cumsum(wanted, 0) - wanted
-    tl.store(listed + row * blocks + place, block, mask=wanted != 0)
-    tl.store(count + row, tl.sum(wanted, 0))
 
 
 @varying("key_heads", "group", "queries", "splits", "blocks")
@@ -305,10 +215,10 @@ def _split_kernel(
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
         seen = real[:, None] & inside[None, :]
         if MASK == 1:
-            seen = _visible(tl.load(masks + slot[None, :], mask=seen, other=0), MASK)
+            seen = visible(tl.load(masks + slot[None, :], mask=seen, other=0), MASK)
         elif MASK == 2:
             bias = tl.load(masks + slot[None, :], mask=seen, other=float("-inf"))
-            seen = _visible(bias, MASK)
+            seen = visible(bias, MASK)
             score += bias.to(tl.float32)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .backend import Value, constexpr, early, runs, start_next, tl, triton, varying, wait_for_last
-from .linear import Parts, added
+from .linear import Parts, added, opened
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024
@@ -29,12 +29,9 @@ def gated(gate_up: Tensor | Parts, activation: Activation) -> Tensor:
         >>> gated(torch.randn(3, 16), "silu").shape
         torch.Size([3, 8])
     """
-    if isinstance(gate_up, Parts):
-        terms, splits = gate_up.terms, gate_up.terms.shape[0]
-    elif not runs(gate_up):
+    if not isinstance(gate_up, Parts) and not runs(gate_up):
         return gated_reference(gate_up, activation)
-    else:
-        terms, splits = gate_up.contiguous(), 1
+    terms, splits = opened(gate_up)
     size = gate_up.shape[-1] // 2
     out = terms.new_empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     rows = out.numel() // size

@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention import Blocks, attend, attend_reference, blocks_in_use, fits
+from .attention import attend, attend_reference, fits
+from .blocks import Blocks, blocks_in_use
 
 NAME = "specbranch"
 UNCAPPED = "specbranch_uncapped"  # in place of an implementation that ignores `softcap` and `s_aux`

@@ -63,6 +63,11 @@ def whole(product: Tensor | Parts) -> Tensor:
     return product.sum() if isinstance(product, Parts) else product
 
 
+def opened(product: Tensor | Parts) -> tuple[Tensor, int]:
+    """What a kernel that can add is given, and how many parts that is."""
+    return (product.terms, product.terms.shape[0]) if isinstance(product, Parts) else (product.contiguous(), 1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor:
     """x W^T + bias.
 

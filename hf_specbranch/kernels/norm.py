@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
-from .linear import Parts, added
+from .linear import Parts, added, opened
 
 
 class NormForm(NamedTuple):
@@ -45,14 +45,9 @@ def rms_norm(
         >>> x, weight = torch.randn(2, 8), torch.ones(8)
         >>> out, total = rms_norm(x, weight, 1e-6, residual=torch.randn(2, 8))
     """
-    if isinstance(x, Parts):
-        assert residual is not None
-        terms, splits = x.terms, x.terms.shape[0]
-    elif not runs(x, weight, residual):
+    if not isinstance(x, Parts) and not runs(x, weight, residual):
         return rms_norm_reference(x, weight, eps, residual, form)
-    else:
-        terms = x = x.contiguous()
-        splits = 1
+    terms, splits = opened(x)
     columns = x.shape[-1]
     rows = x.shape.numel() // columns
     out = weight.new_empty(x.shape)

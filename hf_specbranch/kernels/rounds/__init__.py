@@ -21,5 +21,5 @@ from .verdict import verdict
 
 __all__ = [
     "Afterwards", "Drawn", "LineMemory", "Sent", "SiblingMemory", "Tips", "adopt", "advance", "drawn_choices", "follow",
-    "foresee", "fork", "verdict", "open_branches", "read_on", "send", "tally", "with_chain",
+    "foresee", "fork", "open_branches", "read_on", "send", "tally", "verdict", "with_chain",
 ]  # fmt: skip

@@ -89,7 +89,8 @@ def _draws_kernel(
                 q = branch_scores + row * vocabulary
         chance = tl.exp(tl.load(scores + token).to(tl.float32) - largest) / total
         believed = tl.load(q + token)
-        stands = tested & (believed * (1.0 - tl.exp(-tl.load(noise + vocabulary))) < chance) & (believed > 0)
+        uniform = 1.0 - tl.exp(-tl.load(noise + vocabulary))  # which may be rounded to 1
+        stands = tested & (believed > 0) & ((believed <= chance) | (believed * uniform < chance))
 
     best = -1.0
     choice = query * 0
