@@ -8,6 +8,8 @@ from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
+from hf_specbranch.kernels import rehearsal
+from hf_specbranch.kernels.rehearsal import Rehearsal
 
 from .families import FAMILIES, make
 from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -55,6 +57,27 @@ def test_compiled_layers_give_the_same_tokens(target, draft):
         kwargs = {**to_gpu(prompt(length=7 + 5 * seed, seed=seed)), "max_new_tokens": 40, "do_sample": False}
         got = model.generate(**kwargs, assistant_model=draft, specbranch=config(runtime="compile"))
         assert torch.equal(got, plain.generate(**kwargs)) and model.specbranch_stats.runtime == "compile"
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "auto"])
+def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
+    """On a machine that seems to have built no kernel yet, for a greedy text and for a drawn one."""
+    target, draft, tokenizer = load_demo_pair(device="cuda")
+    inputs = tokenizer(python_prompts()[0].prompt, return_tensors="pt").to("cuda")
+    settings = config(policy, max_outcomes=4 if policy == "specbranch" else 0, runners_up=3, kernels=True)
+    drawn = {**inputs, "max_new_tokens": 32, "do_sample": True, "top_k": 0}
+    met, drawn_texts = [], []
+    build = Rehearsal.build
+    for cold in (False, True):
+        monkeypatch.setattr(rehearsal, "_cold", [cold])
+        monkeypatch.setattr(Rehearsal, "build", lambda self, *args: (met.append(args[0]), build(self, *args)))
+        model = specbranch(on_gpu(target))
+        kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False}
+        got = model.generate(**kwargs, assistant_model=on_gpu(draft), specbranch=settings)
+        assert torch.equal(got, target.generate(**kwargs)) and bool(met) == cold
+        torch.manual_seed(5)
+        drawn_texts.append(model.generate(**drawn, assistant_model=on_gpu(draft), specbranch=settings))
+    assert torch.equal(*drawn_texts)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from hf_specbranch.decoding.text import Text
 from hf_specbranch.decoding.verify import NONE, judge_choices, judge_samples
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.rehearsal import Rehearsal, _rehearsal, rehearsing
 from hf_specbranch.kernels.rounds import memory, tips
 from hf_specbranch.runners.base import Step
 from hf_specbranch.runners.desk import Desk
@@ -647,12 +648,12 @@ def parts_used(monkeypatch):
     return kinds
 
 
-def generate(model, draft, kwargs, plan, monkeypatch):
+def generate(model, draft, kwargs, plan, monkeypatch, desk=Desk):
     """Tokens and statistics, from stages of fixed shape: captured on a GPU, run as they are elsewhere."""
     with monkeypatch.context() as patch:
         if INTERPRETED:
             patch.setattr(EagerRunner, "captures", True)
-            patch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+            patch.setattr(EagerRunner, "desk", lambda self, settings: desk(self.device, fixed=True))
         out = model.generate(**kwargs, assistant_model=draft, specbranch=plan)
     assert not model.specbranch_stats.slowed_by
     return out, model.specbranch_stats
@@ -736,6 +737,54 @@ def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, mon
         texts.append(generate(attached(plain), draft, kwargs, plan, monkeypatch)[0])
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
     assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
+
+
+class BuildsNothing(Rehearsal):
+    """Kernels are not launched. The interpreter has nothing to build."""
+
+    def __init__(self):
+        self.met = set()
+
+    def build(self, jitted, *_):
+        self.met.add(jitted)
+
+
+class RehearsingDesk(Desk):
+    """Rehearses every stage each time, if the stage says that it can be."""
+
+    rehearsed, met = 0, set()
+
+    def run(self, key, stage, in_kernels=False):
+        if in_kernels:
+            before = _rehearsal.set(rehearsal := BuildsNothing())
+            try:
+                stage()
+            finally:
+                _rehearsal.reset(before)
+            type(self).rehearsed += 1
+            type(self).met |= rehearsal.met
+        stage()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU stages are rehearsed in test_gpu.py")
+@pytest.mark.parametrize("policy", PLANS)
+def test_a_rehearsal_leaves_no_trace(policy, target, monkeypatch):
+    plain, draft, kwargs = pair_and_prompt(target, rows=1)
+    forward, inside = EagerRunner.forward_as_it_is, []
+
+    def by_kernels_alone(self, tokens, *inputs, **extra):
+        """In a rehearsal a pass in kernels writes nothing and returns what was in memory."""
+        if not rehearsing():
+            return forward(self, tokens, *inputs, **extra)
+        assert 0 <= tokens.min() and tokens.max() < self.model.config.vocab_size
+        inside.append(self)
+        return Step(torch.randn((*tokens.shape, self.model.config.vocab_size)))
+
+    monkeypatch.setattr(EagerRunner, "forward_as_it_is", by_kernels_alone)
+    plan = config(policy, **PLANS[policy])
+    out, _ = generate(attached(plain), draft, kwargs, plan, monkeypatch, RehearsingDesk)
+    assert torch.equal(out, plain.generate(**kwargs)) and inside
+    assert RehearsingDesk.rehearsed > 10 and len(RehearsingDesk.met) >= 2
 
 
 @where_kernels_run
@@ -860,7 +909,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
         for name, kernel in list(vars(module).items()):
             if name.endswith("_kernel"):
                 every.add(name)
-                monkeypatch.setattr(module, name, Builder(kernel, built))
+                monkeypatch.setattr(module, name, Builder(kernel.jitted, built))
     case = Case(
         seed=0, rows=2, gamma=3, vocabulary=40, own=0, policy="specbranch", width=4, outcomes=4, leaves=4, epsilon=0.4,
         cuts=False, penalty=1.0, draws=False,

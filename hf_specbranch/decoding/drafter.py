@@ -66,6 +66,8 @@ class Drafter:
         stats: where to count.
     """
 
+    in_kernels = False  # see `Desk.run`
+
     def __init__(
         self,
         desk: Desk,
@@ -126,7 +128,7 @@ class Drafter:
             self.stats.draft_forwards += self.gamma
             self.stats.draft_positions += self.gamma + 1
         key = ("draft", feedback.moved, begins, feedback.features is None, shown)
-        self.desk.run(key, lambda: self._draft(feedback, begins, shown))
+        self.desk.run(key, lambda: self._draft(feedback, begins, shown), self.in_kernels)
         count = self.gamma if self.desk.fixed else int(self.chain_length.max())
         scores = None if self.chain_scores is None else self.chain_scores[:, :count]
         leaves = None
@@ -142,7 +144,7 @@ class Drafter:
             self.stats.draft_forwards += 1 + self.depth
             self.stats.draft_positions += 1 + self.depth * (1 + self.siblings.most)
         shown = self._shown(reached)
-        self.desk.run(("branch", shown), lambda: self._branch(shown))
+        self.desk.run(("branch", shown), lambda: self._branch(shown), self.in_kernels)
         return Branches(self.branch_tokens, self.branch_at, self.branch_scores, self.following)
 
     def drafted(self) -> Tensor:

@@ -32,6 +32,8 @@ class Judge:
         feature_layers: hidden states of the target that the hooks want to see.
     """
 
+    in_kernels = False  # see `Desk.run`
+
     def __init__(
         self,
         desk: Desk,
@@ -78,7 +80,7 @@ class Judge:
                 self.features.copy_(features_at(step, where, self.feature_layers))
 
         key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, chain.memory)
-        self.desk.run(key, stage)
+        self.desk.run(key, stage, self.in_kernels)
         self.inbox.send(report)
 
     def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:

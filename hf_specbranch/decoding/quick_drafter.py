@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.rehearsal import room
 from ..kernels.rounds import (
     Afterwards,
     LineMemory,
@@ -64,6 +65,7 @@ class QuickDrafter(Drafter):
         self.asks = self.policy.forks and any(
             type(hook).keep is not SpeculationHook.keep for hook in self.hooks.hooks if type(hook) not in ours
         )
+        self.in_kernels = not self.asks
 
     def drafted(self) -> Tensor:
         tally(
@@ -158,7 +160,7 @@ class QuickDrafter(Drafter):
 
 def empty_tips(rows: int, queries: int, shown: int, device: torch.device) -> Tips:
     """Room for the inputs of a forward."""
-    tokens, slots, positions = torch.empty((3, rows, queries), dtype=torch.long, device=device)
+    tokens, slots, positions = room((3, rows, queries), torch.long, device)
     visible = torch.empty((rows, queries, shown), dtype=torch.bool, device=device)
     return Tips(tokens, slots, positions, visible)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.rehearsal import room
 from ..kernels.rounds import Drawn, drawn_choices, verdict
 from .judge import Judge
 from .records import Branches, Chain
@@ -16,13 +17,15 @@ from .scoring import Prefixes
 class QuickJudge(Judge):
     """A judge that also tells the text what its verdict means."""
 
+    in_kernels = True
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.limit = self.desk.tensor("judge.limit", (1,)).fill_(self.text.stopper.max_length)
         self.text.told_on_device = True
 
     def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:
-        where = torch.empty_like(chain.length)
+        where = room(chain.length.shape, torch.long, logits.device)
         leaves = None if chain.leaves is None else (chain.leaves.tokens, chain.leaves.at)
         verdict(
             self._choices(logits, chain, branches), (chain.tokens, chain.length), (branches.tokens, branches.at),

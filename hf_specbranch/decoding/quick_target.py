@@ -14,6 +14,8 @@ from .target import Target
 class QuickTarget(Target):
     """A target on the device where the text is, whose passes are captured."""
 
+    in_kernels = True
+
     def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
         rows, count = chain.tokens.shape
         leaves = None if chain.leaves is None else (chain.leaves.tokens, chain.leaves.at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,8 @@ class Target:
         stats: where to count.
         tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
     """
+
+    in_kernels = False  # see `Desk.run`
 
     def __init__(
         self,
@@ -91,7 +94,8 @@ class Target:
             return self._pass(chain, shown, self.runner.forward)
         shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1 + leaves
         key = ("verify", queries, chain.leaves is None, leaves, shown, self.base, chain.memory)
-        self.desk.run(key, lambda: self._keep_step(self._pass(chain, shown, self.runner.forward_as_it_is)))
+        stage = partial(self._pass, chain, shown, self.runner.forward_as_it_is)
+        self.desk.run(key, lambda: self._keep_step(stage()), self.in_kernels)
         return self._kept_step(queries)
 
     def read_what_was_skipped(self) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .rehearsal import Kernel
+
 try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
@@ -29,17 +31,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def jit(kernel: Callable[..., None]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton (it is not called then)."""
-    return varying()(kernel)
+def jit(function: Callable[..., Any]) -> Any:
+    """A function that kernels call; as it is where there is no Triton (it is not called then)."""
+    return function if triton is None else triton.jit(function)
 
 
 def varying(*names: str) -> Callable[[Callable[..., None]], Any]:
-    """`jit` for a kernel some of whose integers change from call to call.
+    """A kernel, some of whose integers change from call to call.
 
     Triton compiles a kernel anew for integers that are 1 and for those that 16 divides; these are exempt.
     """
-    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=names)
+    return lambda kernel: kernel if triton is None else Kernel(triton.jit(kernel, do_not_specialize=names))
 
 
 def runs(*tensors: Tensor | None) -> bool:

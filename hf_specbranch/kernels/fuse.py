@@ -36,6 +36,7 @@ from .recognise import (
     recognise,
     untouched,
 )
+from .rehearsal import rehearse
 from .storage import join, joined, separate
 from .trial import Forward
 
@@ -132,6 +133,16 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
 
 
+def can_rehearse(model: PreTrainedModel) -> bool:
+    """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on."""
+    config = model.config.get_text_config(decoder=True)
+    if not all(untouched(module) for module in model.modules()):
+        return False
+    stand_ins = _valid(model, _recipe(model, config._attn_implementation))
+    attentions = sum(isinstance(stand_in, AttentionForward) for _, stand_in in stand_ins)
+    return attentions == int(config.num_hidden_layers)
+
+
 def _forget(shared: Shared) -> None:
     """What was computed for one pass is not valid in the next."""
     shared.ahead = None
@@ -143,14 +154,18 @@ def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
-        shared, readers = Shared(), _readers_of_one_input(model)
-        shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
-        forwards = recognise(model, shared, implementation == "sdpa")
-        attention = _attention(model, implementation)
-        recipe = Recipe(structure, shared, forwards, attention, readers)
-        _forget(shared)
-        _RECIPES[model] = recipe
+        rehearse(lambda: _find_out(model, implementation, structure), model.device)
+        recipe = _RECIPES[model] = _find_out(model, implementation, structure)
     return recipe
+
+
+def _find_out(model: PreTrainedModel, implementation: str, structure: int) -> Recipe:
+    shared, readers = Shared(), _readers_of_one_input(model)
+    shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
+    forwards = recognise(model, shared, implementation == "sdpa")
+    attention = _attention(model, implementation)
+    _forget(shared)
+    return Recipe(structure, shared, forwards, attention, readers)
 
 
 def _attention(model: PreTrainedModel, implementation: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .forwards import LayerForward
+from .rehearsal import rehearsing
 
 Forward = Callable[..., Any]
 
@@ -27,6 +28,9 @@ class Call(NamedTuple):
 
 def agreeing(stand_ins: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, Forward]:
     """Those stand-ins that differ from their modules by no more than rounding."""
+    if rehearsing():  # there is nothing to compare, and one of each kind meets all kernels
+        errors_of(_one_of_each(stand_ins), calls)
+        return dict(stand_ins)
     errors = errors_of(stand_ins, calls)
     return {
         module: stand_in
@@ -49,6 +53,15 @@ def errors_of(stand_ins: Mapping[nn.Module, Forward], calls: dict[nn.Module, Cal
         return {}
     distances = torch.stack([error.cpu() for error in errors.values()]).nan_to_num(torch.inf, torch.inf)
     return dict(zip(errors, distances.tolist()))
+
+
+def _one_of_each(stand_ins: Mapping[nn.Module, Forward]) -> dict[nn.Module, Forward]:
+    """One for each class of modules and shape of parameters."""
+    kinds: dict[tuple[Any, ...], tuple[nn.Module, Forward]] = {}
+    for module, stand_in in stand_ins.items():
+        shapes = tuple(parameter.shape for parameter in module.parameters())
+        kinds.setdefault((type(module), shapes), (module, stand_in))
+    return dict(kinds.values())
 
 
 def _distance(stand_in: Forward, call: Call) -> Tensor:

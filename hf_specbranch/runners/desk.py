@@ -13,6 +13,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..kernels import rehearse
+
 _serials = count()
 
 
@@ -49,8 +51,15 @@ class Desk:
         """A source of randomness for stages."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def run(self, key: Hashable, stage: Callable[[], None]) -> None:
-        """Do the work of a stage; `key` names everything about it that is not in the desk's memory."""
+    def run(self, key: Hashable, stage: Callable[[], None], in_kernels: bool = False) -> None:
+        """Do the work of a stage.
+
+        Args:
+            key: names everything about it that is not in the desk's memory.
+            stage: the work.
+            in_kernels: all that a stage does beyond filling memory that it owns is done by our kernels, so that it can
+                be rehearsed.
+        """
         stage()
 
 
@@ -93,11 +102,12 @@ class CapturedDesk(Desk):
     Args:
         device: a CUDA device.
         graph_memory: what the graphs of a model share.
+        rehearses: stages in kernels are rehearsed: what they need is built side by side before they first run.
     """
 
-    def __init__(self, device: torch.device, graph_memory: GraphMemory) -> None:
+    def __init__(self, device: torch.device, graph_memory: GraphMemory, rehearses: bool = False) -> None:
         super().__init__(device, fixed=True)
-        self.graph_memory = graph_memory
+        self.graph_memory, self.rehearses = graph_memory, rehearses
         self.generators: dict[str, torch.Generator] = {}
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
@@ -112,20 +122,28 @@ class CapturedDesk(Desk):
         known = self.generators.setdefault(name, torch.Generator(self.device))
         return known.manual_seed(seed)
 
-    def run(self, key: Hashable, stage: Callable[[], None]) -> None:
+    def run(self, key: Hashable, stage: Callable[[], None], in_kernels: bool = False) -> None:
         graph = self.graphs.get(key)
         if graph is None:
-            self.graphs[key] = self._run_and_capture(stage)
+            self.graphs[key] = self._run_and_capture(stage, in_kernels and self.rehearses)
         else:
             graph.replay()
 
-    def _run_and_capture(self, stage: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _run_and_capture(self, stage: Callable[[], None], rehearsed: bool) -> torch.cuda.CUDAGraph:
         self.graph_memory.captures += 1
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators.values():
             graph.register_generator_state(generator)
         with self.graph_memory.aside():
+            if rehearsed:
+                self._rehearse(stage)
             stage()  # this time's work; recording does none
             with self.graph_memory.recording(graph):
                 stage()
         return graph
+
+    def _rehearse(self, stage: Callable[[], None]) -> None:
+        states = [(generator, generator.get_state()) for generator in self.generators.values()]
+        rehearse(stage, self.device)
+        for generator, state in states:
+            generator.set_state(state)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels import fuse, fused
+from ..kernels import can_rehearse, fuse, fused, rehearse
 from .base import Step
 from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
@@ -67,13 +67,18 @@ class GraphRunner(EagerRunner):
         """What all graphs of this runner share; they never replay at the same time."""
         return GraphMemory(self.device)
 
+    @cached_property
+    def rehearses(self) -> bool:
+        """Whether passes can be rehearsed, so that kernels are built side by side."""
+        return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model)
+
     @property
     def graphs_captured(self) -> int:  # type: ignore[override]
         return self.graph_memory.captures
 
     def desk(self, settings: Hashable) -> Desk:
         """The desk for stages with these settings, from an earlier generation if there was one."""
-        desk = self.desks.pop(settings, None) or CapturedDesk(self.device, self.graph_memory)
+        desk = self.desks.pop(settings, None) or CapturedDesk(self.device, self.graph_memory, self.rehearses)
         self.desks[settings] = desk
         for oldest in list(self.desks)[:-MOST_DESKS]:
             del self.desks[oldest]
@@ -127,6 +132,8 @@ class GraphRunner(EagerRunner):
         self.graph_memory.captures += 1
         graph = torch.cuda.CUDAGraph()
         with self.graph_memory.aside():
+            if self.rehearses:
+                rehearse(lambda: self.forward_as_it_is(*buffers, **extra), self.device)
             self.forward_as_it_is(*buffers, **extra)  # libraries set themselves up outside the graph
             with self.graph_memory.recording(graph):
                 step = self.forward_as_it_is(*buffers, **extra)

@@ -1,0 +1,109 @@
+"""Kernels that were never built are built side by side.
+
+Triton builds a kernel when it is first launched: on a machine that has never seen it, about half a second for the code
+and for the program that launches it, one kernel after the other. In a rehearsal nothing is launched; every kernel that
+would be is built, each in a thread of its own. Whatever a rehearsed stage computes is noise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LONG = 0.1  # seconds: what takes longer was built, not found on disk
+
+
+class Kernel:
+    """A Triton kernel, launched as usual: `kernel[grid](...)`."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        rehearsal = _rehearsal.get()
+        if rehearsal is None:
+            self.jitted[grid](*args, **options)
+        else:
+            rehearsal.build(self.jitted, grid, args, options)
+
+
+class Rehearsal:
+    """Builds kernels in threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
+        self.pool, self.device = pool, device
+        self.jobs: dict[tuple[Any, ...], Future[float]] = {}
+
+    def build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Have a kernel built for such arguments, unless that is under way."""
+        kind = jitted, *map(_kind, args), *sorted(options.items())
+        if kind not in self.jobs:
+            self.jobs[kind] = self.pool.submit(self._build, jitted, grid, args, options)
+
+    def _build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
+        began = time.perf_counter()
+        with torch.cuda.device(self.device):
+            built = jitted.warmup(*args, grid=grid, **options)
+            getattr(built, "run", None)  # the program that launches it, and the code on the device
+        return time.perf_counter() - began
+
+
+_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_cold: list[bool] = []  # whether the first rehearsal of this process had to build anything
+
+
+def rehearsing() -> bool:
+    """Whether kernels are built and not launched."""
+    return _rehearsal.get() is not None
+
+
+def rehearse(stage: Callable[[], object], device: torch.device) -> None:
+    """Build the kernels of a stage side by side.
+
+    If the first rehearsal finds all of them on disk, the others will too, and are left out.
+
+    Args:
+        stage: may be run once more at any time, and keeps to what it is given when what it computes is noise: memory
+            that a kernel was to write must come from `room`.
+        device: a CUDA device.
+    """
+    if device.type != "cuda" or _cold == [False]:
+        return
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        rehearsal = Rehearsal(pool, device)
+        before = _rehearsal.set(rehearsal)
+        try:
+            stage()
+        except Exception as error:  # if it is not about the noise, it will be heard of when the stage runs
+            logger.debug("a rehearsal ended early: %s", error)
+        finally:
+            _rehearsal.reset(before)
+    took = [job.result() for job in rehearsal.jobs.values() if job.exception() is None]
+    logger.debug("%d kernels, %.2f s of building", len(took), sum(took))
+    if not _cold:
+        _cold.append(max(took, default=0.0) > LONG)
+
+
+def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for indices that a kernel will write; in a rehearsal, where it does not, they are valid all the same."""
+    make = torch.zeros if rehearsing() else torch.empty
+    return make(shape, dtype=dtype, device=device)
+
+
+def _kind(argument: Any) -> Any:
+    """What a kernel is built for."""
+    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, Tensor) else argument
