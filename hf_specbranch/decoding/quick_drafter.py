@@ -160,7 +160,7 @@ class QuickDrafter(Drafter):
 
 def empty_tips(rows: int, queries: int, shown: int, device: torch.device) -> Tips:
     """Room for the inputs of a forward."""
-    tokens, slots, positions = room((3, rows, queries), torch.long, device)
+    tokens, slots, positions = (room((rows, queries), torch.long, device) for _ in range(3))
     visible = torch.empty((rows, queries, shown), dtype=torch.bool, device=device)
     return Tips(tokens, slots, positions, visible)
 

@@ -18,6 +18,7 @@ from .gated import Activation, gated
 from .interface import specbranch_attention
 from .linear import Parts, Plan, linear, linear_in_parts, whole
 from .norm import NormForm, rms_norm
+from .pieces import layer_done
 from .rotary import HeadNorm, Slots, rotary
 from .storage import joined
 
@@ -179,9 +180,11 @@ class LayerForward:
         if self.sandwich:
             out = shared.normed(out, module.post_feedforward_layernorm, form)
         if self.following is None:
-            return residual + torch.as_tensor(out)
-        normed, total = shared.add_norm(out, residual, self.following, form)
-        shared.ahead = total, self.following, normed
+            total = residual + torch.as_tensor(out)
+        else:
+            normed, total = shared.add_norm(out, residual, self.following, form)
+            shared.ahead = total, self.following, normed
+        layer_done()
         return total
 
 

@@ -179,19 +179,23 @@ def _shared_form(forms: dict[nn.Module, NormForm], norms: list[nn.Module]) -> No
 
 
 def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, NormForward]:
-    """Every norm under the form that comes closest, if that is close enough.
-
-    The form is found in torch: a kernel would be compiled for each.
-    """
+    """Every norm under the form that comes closest for its class, if that is close enough."""
     calls = {module: with_input(module, call) for module, call in calls.items() if looks_like_norm(module)}
-    modules = list(calls)
-    tried = [{module: partial(_norm_in_torch, module, form=form) for module in modules} for form in FORMS]
-    errors = [errors_of(stand_ins, calls) for stand_ins in tried]
+    classes: dict[type, list[nn.Module]] = {}
+    for module in calls:
+        classes.setdefault(type(module), []).append(module)
     closest: dict[nn.Module, Forward] = {}
-    for module in modules:
-        _, choice = min((errors[index][module], index) for index in range(len(FORMS)))
-        closest[module] = NormForward(module, shared, FORMS[choice])
+    for modules in classes.values():
+        form = _closest_form([modules[0], modules[len(modules) // 2], modules[-1]], calls)
+        closest |= {module: NormForward(module, shared, form) for module in modules}
     return {module: forward for module, forward in agreeing(closest, calls).items() if isinstance(forward, NormForward)}
+
+
+def _closest_form(modules: list[nn.Module], calls: dict[nn.Module, Call]) -> NormForm:
+    """Found in torch: a kernel would be compiled for each form."""
+    tried = [{module: partial(_norm_in_torch, module, form=form) for module in modules} for form in FORMS]
+    errors = [sum(errors_of(stand_ins, calls).values()) for stand_ins in tried]
+    return FORMS[errors.index(min(errors))]
 
 
 def _norm_in_torch(module: Any, hidden_states: Tensor, form: NormForm) -> Tensor:

@@ -41,6 +41,10 @@ class Kernel:
             rehearsal.build(self.jitted, grid, args, options)
 
 
+class AllBuilt(Exception):
+    """Kernels are found on disk; there is nothing to rehearse."""
+
+
 class Rehearsal:
     """Builds kernels in threads."""
 
@@ -52,7 +56,13 @@ class Rehearsal:
         """Have a kernel built for such arguments, unless that is under way."""
         kind = jitted, *map(_kind, args), *sorted(options.items())
         if kind not in self.jobs:
-            self.jobs[kind] = self.pool.submit(self._build, jitted, grid, args, options)
+            job = self.jobs[kind] = self.pool.submit(self._build, jitted, grid, args, options)
+            if not _cold and len(self.jobs) <= 2:  # with the first Triton sets itself up, the second tells
+                took = 0.0 if job.exception() else job.result()
+                if len(self.jobs) == 2:
+                    _cold.append(took > LONG)
+            if _cold == [False]:
+                raise AllBuilt
 
     def _build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
         began = time.perf_counter()
@@ -63,7 +73,7 @@ class Rehearsal:
 
 
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
-_cold: list[bool] = []  # whether the first rehearsal of this process had to build anything
+_cold: list[bool] = []  # whether this process has met kernels that were not on disk
 
 
 def rehearsing() -> bool:
@@ -74,7 +84,7 @@ def rehearsing() -> bool:
 def rehearse(stage: Callable[[], object], device: torch.device) -> None:
     """Build the kernels of a stage side by side.
 
-    If the first rehearsal finds all of them on disk, the others will too, and are left out.
+    Where the first kernels of a process are found on disk, so are the others: rehearsals end there and are left out.
 
     Args:
         stage: may be run once more at any time, and keeps to what it is given when what it computes is noise: memory
@@ -88,14 +98,13 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
         before = _rehearsal.set(rehearsal)
         try:
             stage()
+        except AllBuilt:
+            pass
         except Exception as error:  # if it is not about the noise, it will be heard of when the stage runs
             logger.debug("a rehearsal ended early: %s", error)
         finally:
             _rehearsal.reset(before)
-    took = [job.result() for job in rehearsal.jobs.values() if job.exception() is None]
-    logger.debug("%d kernels, %.2f s of building", len(took), sum(took))
-    if not _cold:
-        _cold.append(max(took, default=0.0) > LONG)
+    logger.debug("%d kernels were rehearsed", len(rehearsal.jobs))
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import rehearse
+from ..kernels.pieces import cutting
 
 _serials = count()
 
@@ -75,14 +76,29 @@ class GraphMemory:
         """Begin anew once all graphs are gone: their memory went with the last of them."""
         self.pool = torch.cuda.graph_pool_handle()
 
-    @contextmanager
-    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched inside becomes the graph."""
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+    def record(
+        self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()
+    ) -> list[torch.cuda.CUDAGraph]:
+        """What a stage launches, as graphs to be replayed in order."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            for generator in generators:
+                graphs[-1].register_generator_state(generator)
+            graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        begin()
         try:
-            yield
+            with cutting(cut):
+                stage()
         finally:
-            graph.capture_end()
+            graphs[-1].capture_end()
+        return graphs
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -97,7 +113,7 @@ class GraphMemory:
 class CapturedDesk(Desk):
     """Memory that outlives a generation, and stages captured as CUDA graphs.
 
-    A stage runs eagerly the first time and is recorded then; from the second time on it is one launch.
+    A stage runs eagerly the first time and is recorded then; from the second time on it is one launch, or two.
 
     Args:
         device: a CUDA device.
@@ -109,7 +125,7 @@ class CapturedDesk(Desk):
         super().__init__(device, fixed=True)
         self.graph_memory, self.rehearses = graph_memory, rehearses
         self.generators: dict[str, torch.Generator] = {}
-        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}  # of each stage, in order
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         known = self.memory.get(name)
@@ -123,24 +139,20 @@ class CapturedDesk(Desk):
         return known.manual_seed(seed)
 
     def run(self, key: Hashable, stage: Callable[[], None], in_kernels: bool = False) -> None:
-        graph = self.graphs.get(key)
-        if graph is None:
+        graphs = self.graphs.get(key)
+        if graphs is None:
             self.graphs[key] = self._run_and_capture(stage, in_kernels and self.rehearses)
         else:
-            graph.replay()
+            for graph in graphs:
+                graph.replay()
 
-    def _run_and_capture(self, stage: Callable[[], None], rehearsed: bool) -> torch.cuda.CUDAGraph:
+    def _run_and_capture(self, stage: Callable[[], None], rehearsed: bool) -> list[torch.cuda.CUDAGraph]:
         self.graph_memory.captures += 1
-        graph = torch.cuda.CUDAGraph()
-        for generator in self.generators.values():
-            graph.register_generator_state(generator)
         with self.graph_memory.aside():
             if rehearsed:
                 self._rehearse(stage)
             stage()  # this time's work; recording does none
-            with self.graph_memory.recording(graph):
-                stage()
-        return graph
+            return self.graph_memory.record(stage, list(self.generators.values()))
 
     def _rehearse(self, stage: Callable[[], None]) -> None:
         states = [(generator, generator.get_state()) for generator in self.generators.values()]

@@ -35,14 +35,14 @@ MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
 
 
 class Captured(NamedTuple):
-    """A graph, the buffers it reads and those it writes."""
+    """Graphs, the buffers they read and those they write."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: list[torch.cuda.CUDAGraph]
     tokens: Tensor  # [B, Q]
     positions: Tensor  # [B, Q]
     slots: Tensor  # [B, Q]
     visible: Tensor  # [B, Q, S]
-    step: Step  # what it writes
+    step: Step  # what they write
 
 
 class GraphRunner(EagerRunner):
@@ -109,7 +109,8 @@ class GraphRunner(EagerRunner):
         captured.slots.copy_(slots)
         captured.visible[:, :, :shown].copy_(visible)
         captured.visible[:, :, shown:] = False
-        captured.graph.replay()
+        for graph in captured.graphs:
+            graph.replay()
         return captured.step
 
     def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
@@ -130,14 +131,13 @@ class GraphRunner(EagerRunner):
         padded[:, :, :shown] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
         self.graph_memory.captures += 1
-        graph = torch.cuda.CUDAGraph()
+        steps: list[Step] = []
         with self.graph_memory.aside():
             if self.rehearses:
                 rehearse(lambda: self.forward_as_it_is(*buffers, **extra), self.device)
             self.forward_as_it_is(*buffers, **extra)  # libraries set themselves up outside the graph
-            with self.graph_memory.recording(graph):
-                step = self.forward_as_it_is(*buffers, **extra)
-        return Captured(graph, *buffers, step)
+            graphs = self.graph_memory.record(lambda: steps.append(self.forward_as_it_is(*buffers, **extra)))
+        return Captured(graphs, *buffers, steps[0])
 
 
 # Runners that wait for a model's next generation: their graphs and caches are worth keeping. A waiting runner holds

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Value, constexpr, jit, power_of_two, tl, varying
-from .memory import LineMemory, SiblingMemory, warps
+from .memory import FEW, LineMemory, SiblingMemory, warps
 
 
 class Afterwards(NamedTuple):
@@ -46,7 +46,7 @@ def follow(
     _follow_kernel[(line.rows,)](
         told, *line[:4], line.confidence, *siblings[:4], siblings.slots, slot_positions, limit, *after,
         told.stride(0), line.ids.stride(0), line.ring, siblings.most, depth, slot_positions.stride(0),
-        MOVES=moves, BLOCK=power_of_two(depth + 1), num_warps=1,
+        MOVES=moves, BLOCK=power_of_two(depth + 1, FEW), num_warps=1,
     )  # fmt: skip
 
 

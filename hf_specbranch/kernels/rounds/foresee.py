@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
 from .likeliest import next_likeliest
-from .memory import LineMemory, warps
+from .memory import FEW, LineMemory, warps
 
 
 def foresee(
@@ -28,7 +28,7 @@ def foresee(
         line.scores, line.ids, line.start, chances, others, line.vocabulary, line.ids.stride(0), line.ring, positions,
         alternatives, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
-    size = power_of_two(positions * alternatives)
+    size = power_of_two(positions * alternatives, FEW)
     _best_kernel[(rows,)](
         chances, others, chain_length, tokens, at, positions, alternatives, tokens.shape[1], BLOCK=size,
         num_warps=max(1, size // 64),

@@ -68,6 +68,9 @@ class Tips(NamedTuple):
     visible: Tensor  # [B, Q, S]
 
 
+FEW = 32  # blocks of positions are no shorter, so that one kernel serves chains of any usual length
+
+
 def warps(block: int) -> int:
     """Threads enough for a block of numbers."""
     return min(16, max(1, block // 256))

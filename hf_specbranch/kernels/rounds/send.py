@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import LineMemory
+from .memory import FEW, LineMemory
 
 
 class Sent(NamedTuple):
@@ -41,7 +41,7 @@ def send(
         epsilon: how little is too little.
         ahead: the method drafts past the chain.
     """
-    size = power_of_two(max(reach, sent.tokens.shape[1], sent.at.shape[1]))
+    size = power_of_two(max(reach, sent.tokens.shape[1], sent.at.shape[1]), FEW)
     _send_kernel[(line.rows,)](
         line.ids, line.start, line.end, line.confidence, survived, room, line.start if kept is None else kept, *sent,
         line.ids.stride(0), line.ring, sent.tokens.shape[1], sent.at.shape[1], epsilon,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import LineMemory
+from .memory import FEW, LineMemory
 
 
 def tally(
@@ -25,7 +25,7 @@ def tally(
     """
     _tally_kernel[(line.rows,)](
         line.start, line.end, chain_length, width, at, leaves_at, count, out, at.shape[1], branches,
-        leaves_at.stride(0), leaves, FORKS=forks, BLOCK=power_of_two(max(at.shape[1], leaves, 1)), num_warps=1,
+        leaves_at.stride(0), leaves, FORKS=forks, BLOCK=power_of_two(max(at.shape[1], leaves), FEW), num_warps=1,
     )  # fmt: skip
 
 

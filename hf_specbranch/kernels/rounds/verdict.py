@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
+from .memory import FEW
 
 
 def verdict(
@@ -38,7 +39,7 @@ def verdict(
     """
     rows, count = chain[0].shape
     tokens, at = leaves or branches
-    size = power_of_two(max(count, branches[0].shape[1], tokens.shape[1], 6))
+    size = power_of_two(max(count, branches[0].shape[1], tokens.shape[1]), FEW)
     _verdict_kernel[(rows,)](
         choices, *chain, *branches, branches[0] if following is None else following, tokens, at, drafted, ids,
         told, limit, report, where, told.stride(0), choices.shape[1], count, chain[0].stride(0), branches[0].shape[1],
