@@ -427,6 +427,27 @@ def test_a_grown_pair_runs_with_its_grown_head(tmp_path):
     assert list(report["ways"]) == ["plain", "specbranch-head"] and report["differences"]["outputs"] == 0
 
 
+def test_of_a_run_cut_short_ways_are_compared_over_the_prompts_that_all_have_run(pair):
+    plan = Plan(("autoregressive", "vanilla-stop"), new_tokens=4, stream_prompts=0)
+    benchmark = Benchmark(pair, [(name, prompt(length=7, seed=seed)) for seed, name in enumerate("abc")], plan)
+    measure, calls = benchmark.measure, []
+
+    def measure_five(*arguments):
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        calls.append(measure(*arguments))
+
+    benchmark.measure = measure_five
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run()
+    before = [list(found.prompts) for found in benchmark.measurements.values()]
+    benchmark.even_out()
+    report = build(benchmark, {}, {}, interrupted=True)
+    assert before == [[0, 1, 2], [0, 1]]
+    assert [[entry["id"] for entry in way["prompts"]] for way in report["ways"].values()] == [["a", "b"]] * 2
+    assert "over 2 prompts" in markdown(report)
+
+
 @pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "timeout"])
 def test_a_run_cut_short_shows_and_writes_what_is_measured_so_far(stop, code, tmp_path):
     calls = []

@@ -31,6 +31,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from hf_specbranch.bench.shapes import Shape, resolve_shape
 
+CONTEXT = 32768  # tokens that a twin takes at least: long texts are to be timed, whatever stands in them
+
 
 @dataclass(frozen=True)
 class HeadLayout:
@@ -143,6 +145,8 @@ def grown_config(old: LlamaConfig, shape: Shape) -> LlamaConfig:
     config.num_key_value_heads = shape.num_key_value_heads
     config.intermediate_size = shape.intermediate_size
     config.head_dim = shape.head_dim
+    if old.rope_parameters["rope_type"] == "default":  # whose angles do not depend on it
+        config.max_position_embeddings = max(old.max_position_embeddings, CONTEXT)
     config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / shape.hidden_size
     config.tie_word_embeddings = False  # as in all the models that shapes are named after
     return config

@@ -143,6 +143,16 @@ class Benchmark:
                 self.progress.doing(f"{measurement.way.name}, streamed")
                 self.stream(measurement, prompt)
 
+    def even_out(self) -> None:
+        """Leave out prompts that some way has not run, of a run that was cut short: the others' medians are over more.
+
+        If there is no prompt that all have run, each keeps its own.
+        """
+        common = set.intersection(*(set(found.prompts) for found in self.measurements.values()), set(self.outputs))
+        if common:
+            for found in self.measurements.values():
+                found.prompts = {at: entry for at, entry in found.prompts.items() if at in common}
+
     def estimate(self) -> str:
         """How long the measured and streamed generations will take, by way, from the pace of the last ones."""
         each = {name: self.pace[name] * self.plan.new_tokens * self._turns for name in self.measurements}

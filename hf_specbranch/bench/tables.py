@@ -97,7 +97,9 @@ def lines(report: dict[str, Any]) -> list[str]:
     versions = report["versions"]
     said = [f"{versions['device']}, torch {versions['torch']}, transformers {versions['transformers']}"]
     if report["interrupted"]:
-        said.append("interrupted: these are the figures so far")
+        counts = {len(way["prompts"]) for way in report["ways"].values()}
+        over = f"over {max(counts)} prompts" if len(counts) == 1 else "each way over the prompts that it has run"
+        said.append(f"interrupted: these are the figures so far, {over}")
     said += [f"warning: {reason}" for reason in report["warnings"]]
     said += [f"{name} is left out, it failed: {reason}" for name, reason in report["failed"].items()]
     said += [_sweep_line(name, tried) for name, tried in report["sweeps"].items()]

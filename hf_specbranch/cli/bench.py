@@ -178,6 +178,7 @@ def measure_and_show(
             further.run(pair, benchmark.inputs, plan, extras)
         except (KeyboardInterrupt, Exception) as error:  # figures that took an hour are not thrown away
             stopped = error
+            benchmark.even_out()
     report = build(benchmark, settings, extras, interrupted=stopped is not None)
     files.write(report)
     print_report(report, Console())
