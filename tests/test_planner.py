@@ -62,7 +62,7 @@ class KeptDesk(CapturedDesk):
     A replay is the stage as it was first met: what it has not read from memory is not renewed.
     """
 
-    def run(self, key, stage):
+    def run(self, key, stage, in_kernels=False):
         self.graphs.setdefault(key, stage)()
 
 

@@ -61,7 +61,7 @@ class Rehearsal:
                 took = 0.0 if job.exception() else job.result()
                 if len(self.jobs) == 2:
                     _cold.append(took > LONG)
-            if _cold == [False]:
+            if False in _cold:
                 raise AllBuilt
 
     def _build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
@@ -91,7 +91,7 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
             that a kernel was to write must come from `room`.
         device: a CUDA device.
     """
-    if device.type != "cuda" or _cold == [False]:
+    if device.type != "cuda" or False in _cold:
         return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         rehearsal = Rehearsal(pool, device)
