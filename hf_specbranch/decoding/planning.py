@@ -139,12 +139,15 @@ class Planner:
                     break
 
     def _unmeasured(self) -> list[tuple[SpecBranchConfig, bool]]:
-        """What is to be timed yet: both models at once, one after the other, and passes of other widths."""
+        """What is to be timed yet: both models at once, one after the other, and passes of other widths.
+
+        Where stages are captured, each plan that is tried must be; and passes up to a block take nearly the same.
+        """
         first, simple = self.plans[0], [plan for plan in self.plans if plan.policy == "vanilla"]
         simple.sort(key=width)
         none = next(plan for plan in self.plans if plan.policy == "autoregressive")
-        middle, widest = simple[len(simple) // 2], simple[-1]
-        alone = [(plan, False) for plan in (first, none, middle, widest)]
+        others = [simple[-1]] if self.captured else [simple[len(simple) // 2], simple[-1]]
+        alone = [(plan, False) for plan in (first, none, *others)]
         wanted = dict.fromkeys([(first, first.overlap), *alone])
         return [each for each in wanted if each not in self.timed]
 
