@@ -35,6 +35,7 @@ LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
 BETTER = 1.03  # a plan must promise so much more than the one under way
 SURELY_BETTER = 1.06  # so much where prices are not measured: a change costs the same, and what it promises is a guess
+MOST_HIDDEN = 0.7  # of drafting beside a pass on the same device; 0.4 was measured on an H200, next to nothing on CPUs
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
 
@@ -137,6 +138,25 @@ def choose(
         return best
     now = judged(current)
     return best if best.tokens_per_second > better * now.tokens_per_second else now
+
+
+def may_be_better(
+    plans: Sequence[SpecBranchConfig],
+    agreements: Sequence[Agreement],
+    costs: StepCosts,
+    captured: bool,
+    than: Choice,
+    most_hidden: float,
+    ratios: Mapping[SpecBranchConfig, float] | None = None,
+) -> bool:
+    """Whether some plan that drafts beside the target would be clearly better if as much as can be were hidden.
+
+    If not, there is no need to find out how much is.
+    """
+    beside = [plan for plan in plans if plan.overlap and plan.policy == "specbranch"]
+    ideal = replace(costs, hidden=most_hidden, waiting=0.0)
+    found = choose(beside, agreements, ideal, captured, ratios=ratios) if beside else than
+    return found.tokens_per_second > BETTER * than.tokens_per_second
 
 
 def likely_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float]) -> float:

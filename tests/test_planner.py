@@ -17,6 +17,7 @@ from hf_specbranch.bench import NAMED_SHAPES
 from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding import planning
 from hf_specbranch.planner import (
+    MOST_HIDDEN,
     SURELY_BETTER,
     Stretch,
     choose,
@@ -416,9 +417,8 @@ def seconds_of_a_text(text, costs, known):
     """What the planner's legs on this text would take at these prices."""
     done, seconds = 0, 0.0
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
-    planner = planning.Planner(
-        plans, True, "here", known, None, lambda: [from_token(text, 0, done)] if done > 15 else [], lambda: 10
-    )
+    most, seen = max(costs.hidden, MOST_HIDDEN), lambda: [from_token(text, 0, done)] if done > 15 else []
+    planner = planning.Planner(plans, True, "here", known, None, seen, lambda: 10, most)
     legs = planner.legs()
     leg = next(legs)
     while True:
@@ -498,8 +498,11 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
         model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, assistant_model=draft)
         return sum(leg["predicted_tokens_per_second"] is None for leg in model.specbranch_stats.plans)
 
-    # Five plans, two legs each, of which the second is timed; after the fourth generation one again.
-    assert [explored(7, 100) for _ in range(5)] == [10, 0, 0, 0, 2]
+    # Three plans, two legs each, of which the second is timed; after the fourth generation one again. Drafting beside
+    # the target is timed too if these times say that it could pay.
+    monkeypatch.setattr(planning, "may_be_better", lambda *_: False)
+    assert [explored(7, 100) for _ in range(5)] == [6, 0, 0, 0, 2]
+    monkeypatch.setattr(planning, "may_be_better", lambda *_: True)
     assert explored(130, 100) == 10
     model.detach_specbranch()
     assert not planning._KNOWN.get(model)
@@ -514,6 +517,17 @@ def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
     planner.context = lambda: 5000
     leg = legs.send(priced(leg, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
     assert leg.predicted is None and leg.rounds == planning.WARM_UP
+
+
+@pytest.mark.parametrize(("hidden", "step", "tried"), [(0.4, 8.5e-5, False), (1.0, 4e-4, True)], ids=["one GPU", "two"])
+def test_drafting_beside_the_target_is_timed_only_where_it_could_pay(hidden, step, tried):
+    plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
+    text = recordings("good")[0]
+    most = 1.0 if tried else MOST_HIDDEN
+    planner = planning.Planner(plans, True, "here", planning.Knowledge(), None, lambda: [text], lambda: 10, most)
+    costs = StepCosts(0.0041, 1e-5, step, 3e-6, hidden=hidden)
+    _, leg = until_chosen(planner, text, costs)
+    assert any(overlap for _, overlap in planner.timed) == tried == leg.overlap
 
 
 def test_settled_policies_are_not_planned(target, draft):

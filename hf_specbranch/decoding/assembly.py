@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from ..agreement import Agreement, agreement_with, read_agreement
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
-from ..planner import plans_within, usual_costs
+from ..planner import MOST_HIDDEN, plans_within, usual_costs
 from ..runners.choose import BRANCHES
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner, round_up
@@ -155,6 +155,7 @@ class Assembly:
             usual=usual,
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
+            most_hidden=MOST_HIDDEN if target.device == draft.device else 1.0,
         )
 
     def captures(self) -> int:

@@ -1,8 +1,8 @@
 """When to measure, when to look again, and what is remembered of a pair: the planner at work in a generation.
 
-A generation goes in legs: some rounds after one plan. Costs are measured over the first legs at each length of context
-(with overlap, without it, and over passes of several widths), once for a pair; then the best plan is followed, and
-thought over when it does not do as predicted.
+A generation goes in legs: some rounds after one plan. Costs are measured over the first legs at each length of context,
+once for a pair: passes of several widths, and where it could pay, drafting beside them. Then the best plan is followed,
+and thought over when it does not do as predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..planner import SURELY_BETTER, Choice, Stretch, choose, described, ordinary_text, prices, width
+from ..planner import SURELY_BETTER, Choice, Stretch, choose, described, may_be_better, ordinary_text, prices, width
 from ..runners.placement import Beside
 from ..simulate import Agreement, StepCosts, predict
 from ..stats import SpecBranchStats
@@ -53,6 +53,7 @@ class Knowledge:
     timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], Stretch]] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # speed of its rounds over what was predicted
+    promising: set[Hashable] = field(default_factory=set)  # situations in which drafting beside the target may pay
     generations: int = 0
     patience: int = 1  # generations until all is thought over again, surprise or not; more each time
     ask_again: int = 0  # which generation that is
@@ -76,7 +77,7 @@ class Planner:
     """Chooses plans for one generation.
 
     Args:
-        plans: what may be chosen; where costs are measured, the first is what is done until something is known.
+        plans: what may be chosen; the first drafts beside the target, and is how that is timed.
         captured: stages are captured as CUDA graphs.
         situation: what costs depend on, the length of the context left out.
         known: what earlier generations have shown; it is added to.
@@ -84,6 +85,7 @@ class Planner:
             machine happens to be. None: measure them.
         agreements: reads how the draft does on the text so far.
         context: says how long the text is.
+        most_hidden: the most of drafting beside a pass that can be hidden.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class Planner:
         usual: StepCosts | None,
         agreements: Callable[[], list[Agreement]],
         context: Callable[[], int],
+        most_hidden: float = 1.0,
     ) -> None:
         self.plans, self.captured, self.known, self.usual = plans, captured, known, usual
+        self.most_hidden = most_hidden
         self.agreements, self.context, self._situation = agreements, context, situation
 
     @property
@@ -121,15 +125,20 @@ class Planner:
     def _by_measured_costs(self) -> Generator[Leg, Stretch, None]:
         choice, rounds = self.known.choices.get(self.situation), CHECK
         while True:
-            yield from self._measure()
-            plan, predicted, gain = choice or self._choose() or (self.plans[0], None, 1.0)
+            if (yield from self._measure()):
+                choice = None
+            choice = choice or self._choose()
+            if self._unmeasured():  # what was timed promises that something else may be better
+                continue
+            plan, predicted, gain = choice or (self._simple[-1], None, 1.0)
             leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted, gain)
             choice = self.learn(leg, (yield leg))
             rounds *= 2
 
-    def _measure(self) -> Generator[Leg, Stretch, None]:
-        """Time what was not timed yet."""
-        for plan, overlap in self._unmeasured():
+    def _measure(self) -> Generator[Leg, Stretch, bool]:
+        """Time what was not timed yet, if anything."""
+        wanted = self._unmeasured()
+        for plan, overlap in wanted:
             yield Leg(plan, WARM_UP, overlap)
             for _ in range(TRIES):
                 leg = Leg(plan, TIMED, overlap)
@@ -137,19 +146,26 @@ class Planner:
                 self._note(leg, took)
                 if not took.disturbed:
                     break
+        return bool(wanted)
 
     def _unmeasured(self) -> list[tuple[SpecBranchConfig, bool]]:
-        """What is to be timed yet: both models at once, one after the other, and passes of other widths.
+        """What is to be timed yet: passes of several widths; where it may pay, both models at once, and in turns.
 
         Where stages are captured, each plan that is tried must be; and passes up to a block take nearly the same.
         """
-        first, simple = self.plans[0], [plan for plan in self.plans if plan.policy == "vanilla"]
-        simple.sort(key=width)
+        first, simple = self.plans[0], self._simple
         none = next(plan for plan in self.plans if plan.policy == "autoregressive")
-        others = [simple[-1]] if self.captured else [simple[len(simple) // 2], simple[-1]]
-        alone = [(plan, False) for plan in (first, none, *others)]
-        wanted = dict.fromkeys([(first, first.overlap), *alone])
+        widths = [simple[-1], none] if self.captured else [simple[-1], simple[len(simple) // 2], none]
+        wanted = [(plan, False) for plan in widths]
+        if self.situation in self.known.promising:
+            wanted += dict.fromkeys([(first, first.overlap), (first, False)])
         return [each for each in wanted if each not in self.timed]
+
+    @property
+    def _simple(self) -> list[SpecBranchConfig]:
+        """Plain speculation, the narrowest pass first; of equal ones the longest chain."""
+        simple = [plan for plan in self.plans if plan.policy == "vanilla"]
+        return sorted(simple, key=lambda plan: (width(plan), -plan.draft_length))
 
     @property
     def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
@@ -227,7 +243,11 @@ class Planner:
                 known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
         if not known.agreements:
             return None
-        return choose(self.plans, list(known.agreements), costs, self.captured, plan, known.ratios)
+        texts = list(known.agreements)
+        choice = choose(self.plans, texts, costs, self.captured, plan, known.ratios)
+        if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, known.ratios):
+            known.promising.add(self.situation)
+        return choice
 
 
 class Meter:
