@@ -24,6 +24,7 @@ from ..stats import SpecBranchStats
 from .text import Text
 
 WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
+FEW = 6  # tokens of a chain that is tried for what it takes
 TRIES = 4  # a leg in which a stage was captured is timed again, but not for ever
 LEARNING = 24  # rounds before the first choice where nothing is known
 CHECK = 48  # rounds until the first look at how a plan does; then twice as many each time
@@ -163,9 +164,14 @@ class Planner:
 
     @property
     def _simple(self) -> list[SpecBranchConfig]:
-        """Plain speculation, the narrowest pass first; of equal ones the longest chain."""
+        """Plain speculation with chains of a few tokens, the narrowest pass first; of equal ones the longest chain.
+
+        A step takes as long in a short chain, and a long one might be drafted for nothing.
+        """
         simple = [plan for plan in self.plans if plan.policy == "vanilla"]
-        return sorted(simple, key=lambda plan: (width(plan), -plan.draft_length))
+        longest = max(FEW, min(plan.draft_length for plan in simple))
+        few = [plan for plan in simple if plan.draft_length <= longest]
+        return sorted(few, key=lambda plan: (width(plan), -plan.draft_length))
 
     @property
     def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
