@@ -164,14 +164,15 @@ class Planner:
 
     @property
     def _simple(self) -> list[SpecBranchConfig]:
-        """Plain speculation with chains of a few tokens, the narrowest pass first; of equal ones the longest chain.
+        """Plain speculation with chains of a few tokens, the narrowest pass first; of equal ones the longest chain, and
+        the one that ends soonest.
 
         A step takes as long in a short chain, and a long one might be drafted for nothing.
         """
         simple = [plan for plan in self.plans if plan.policy == "vanilla"]
         longest = max(FEW, min(plan.draft_length for plan in simple))
         few = [plan for plan in simple if plan.draft_length <= longest]
-        return sorted(few, key=lambda plan: (width(plan), -plan.draft_length))
+        return sorted(few, key=lambda plan: (width(plan), -plan.draft_length, -float(plan.confidence_threshold)))
 
     @property
     def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
