@@ -150,8 +150,10 @@ class Benchmark:
         """
         common = set.intersection(*(set(found.prompts) for found in self.measurements.values()), set(self.outputs))
         if common:
+            names = {self.ids[at] for at in common}
             for found in self.measurements.values():
                 found.prompts = {at: entry for at, entry in found.prompts.items() if at in common}
+                found.differences = [entry for entry in found.differences if entry.prompt in names]
 
     def estimate(self) -> str:
         """How long the measured and streamed generations will take, by way, from the pace of the last ones."""

@@ -252,8 +252,9 @@ class Planner:
             return None
         texts = list(known.agreements)
         choice = choose(self.plans, texts, costs, self.captured, plan, known.ratios)
-        if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, known.ratios):
-            known.promising.add(self.situation)
+        if self.situation not in known.promising:
+            if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, known.ratios):
+                known.promising.add(self.situation)
         return choice
 
 

@@ -36,7 +36,7 @@ from .recognise import (
     recognise,
     untouched,
 )
-from .rehearsal import rehearse
+from .rehearsal import rehearse, rehearsing
 from .storage import join, joined, separate
 from .trial import Forward
 
@@ -119,7 +119,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     recipe = _recipe(model, implementation)
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
-        stack.callback(setattr, recipe.shared, "weights", {})  # or weights that the model no longer has would live on
+        stack.callback(setattr, recipe.shared, "weights", {})
         one_pass.begin()
         stack.callback(one_pass.end)
         stack.callback(_forget, recipe.shared)
@@ -135,9 +135,9 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def can_rehearse(model: PreTrainedModel) -> bool:
     """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on."""
+    if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in model.modules()):
+        return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    if not all(untouched(module) for module in model.modules()):
-        return False
     stand_ins = _valid(model, _recipe(model, config._attn_implementation))
     attentions = sum(isinstance(stand_in, AttentionForward) for _, stand_in in stand_ins)
     return attentions == int(config.num_hidden_layers)
@@ -145,7 +145,7 @@ def can_rehearse(model: PreTrainedModel) -> bool:
 
 def _forget(shared: Shared) -> None:
     """What was computed for one pass is not valid in the next."""
-    shared.ahead = None
+    shared.ahead, shared.adds_parts = None, False
     one_pass.forget()
 
 
@@ -154,6 +154,8 @@ def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
+        if rehearsing():
+            raise RuntimeError("nothing can be tried in a rehearsal")
         rehearse(lambda: _find_out(model, implementation, structure), model.device)
         recipe = _RECIPES[model] = _find_out(model, implementation, structure)
     return recipe
@@ -164,6 +166,7 @@ def _find_out(model: PreTrainedModel, implementation: str, structure: int) -> Re
     shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
     forwards = recognise(model, shared, implementation == "sdpa")
     attention = _attention(model, implementation)
+    shared.weights = {}  # or weights that the model no longer has would live on
     _forget(shared)
     return Recipe(structure, shared, forwards, attention, readers)
 

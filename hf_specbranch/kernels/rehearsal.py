@@ -22,6 +22,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 LONG = 0.1  # seconds: what takes longer was built, not found on disk
+ABOUT_NOISE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 class Kernel:
@@ -58,9 +59,9 @@ class Rehearsal:
         if kind not in self.jobs:
             job = self.jobs[kind] = self.pool.submit(self._build, jitted, grid, args, options)
             if not _cold and len(self.jobs) <= 2:  # with the first Triton sets itself up, the second tells
-                took = 0.0 if job.exception() else job.result()
+                took = LONG if job.exception() else job.result()
                 if len(self.jobs) == 2:
-                    _cold.append(took > LONG)
+                    _cold.append(took >= LONG)
             if False in _cold:
                 raise AllBuilt
 
@@ -100,8 +101,11 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
             stage()
         except AllBuilt:
             pass
-        except Exception as error:  # if it is not about the noise, it will be heard of when the stage runs
+        except ABOUT_NOISE as error:  # or about the stage: then it will be heard of when it runs
             logger.debug("a rehearsal ended early: %s", error)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         finally:
             _rehearsal.reset(before)
     logger.debug("%d kernels were rehearsed", len(rehearsal.jobs))

@@ -1,0 +1,105 @@
+"""A rehearsal launches nothing and leaves no trace. What it builds is seen on a GPU only (test_gpu.py)."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
+from hf_specbranch.kernels.fuse import _RECIPES
+from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, _rehearsal, rehearsing, room
+from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.probe import mask_maker_for
+
+from .families import make
+
+GPU = torch.device("cuda")  # only its name is looked at where no kernel is built
+
+
+class Nothing(Rehearsal):
+    """Builds nothing."""
+
+    def __init__(self):
+        self.met = []
+
+    def build(self, jitted, *_):
+        self.met.append(jitted)
+
+
+@contextmanager
+def in_rehearsal():
+    before = _rehearsal.set(found := Nothing())
+    try:
+        yield found
+    finally:
+        _rehearsal.reset(before)
+
+
+def test_a_kernel_is_launched_outside_a_rehearsal_and_met_inside():
+    launched = []
+
+    class Jitted:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((grid, args, options))
+
+    kernel = Kernel(Jitted())
+    kernel[(2, 1)](3, BLOCK=4)
+    with in_rehearsal() as found:
+        kernel[(2, 1)](3, BLOCK=4)
+        assert not room((2, 3), torch.long, torch.device("cpu")).any()
+    assert launched == [((2, 1), (3,), {"BLOCK": 4})] and found.met == [kernel.jitted]
+
+
+def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_cold", [True])
+
+    def fail(error):
+        raise error
+
+    rehearse(lambda: fail(IndexError("noise")), GPU)
+    for error in (TimeoutError, KeyboardInterrupt):
+        with pytest.raises(error):
+            rehearse(lambda error=error: fail(error()), GPU)
+    assert not rehearsing()
+    monkeypatch.setattr(rehearsal, "_cold", [False])
+    rehearse(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+def test_a_pass_in_a_rehearsal_leaves_the_cache_alone(family):
+    model = make(family)
+    fuse(model)
+    assert can_rehearse(model)
+    runner = EagerRunner(model, mask_maker_for(model, "target"))
+    tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
+    with torch.no_grad():
+        runner.reserve(1, 16)
+        runner.prefill(tokens, slots + 3, None)
+        runner.slot_positions[:, :5] = slots + 3
+        kept = [(layer.keys.clone(), layer.values.clone()) for layer in runner.cache.layers]
+        positions = runner.slot_positions.clone()
+        noise = torch.zeros((1, 2), dtype=torch.long)
+        with fused(model), in_rehearsal():
+            runner.forward_as_it_is(noise, noise, noise, torch.ones((1, 2, 8), dtype=torch.bool))
+    for layer, (keys, values) in zip(runner.cache.layers, kept):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    assert torch.equal(runner.slot_positions, positions)
+
+
+def test_models_that_run_code_of_their_own_or_are_watched_are_not_rehearsed():
+    model = make("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not can_rehearse(model) and model not in _RECIPES
+    assert can_rehearse(model)
+    assert not _RECIPES[model].shared.weights  # held no longer than needed
+    hook = model.lm_head.register_forward_hook(lambda *_: None)
+    assert not can_rehearse(model)
+    hook.remove()
+    assert can_rehearse(model)
+
+
+def test_nothing_is_found_out_about_a_model_in_a_rehearsal():
+    model = make("llama")
+    with in_rehearsal(), pytest.raises(RuntimeError, match="rehearsal"), fused(model):
+        pass
+    assert model not in _RECIPES
