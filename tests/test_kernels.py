@@ -31,6 +31,7 @@ from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpFo
 from hf_specbranch.kernels.gated import gated, gated_reference, recognise
 from hf_specbranch.kernels.linear import PLANS, Parts, Plan, fits, linear, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
+from hf_specbranch.kernels.pieces import cutting
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
 from hf_specbranch.kernels.storage import joined
 from hf_specbranch.runners.slots import SlotCache
@@ -718,3 +719,17 @@ def test_fusing_on_a_gpu_needs_one_group_of_weights_more_for_a_moment():
     fuse(model)
     assert torch.cuda.memory_allocated() <= before
     assert torch.cuda.max_memory_allocated() - before <= 2 * 4096 * 1024 * 4 + (1 << 20)
+
+
+def test_a_recorded_stage_is_cut_once_behind_its_second_layer():
+    model, ids, cuts = make("llama"), torch.arange(1, 5)[None], []
+    watched = [layer.register_forward_hook(lambda *_: cuts.append("layer")) for layer in model.model.layers]
+    with torch.no_grad(), fused(model):
+        model(ids)  # finds out what stands in; nothing is recorded yet
+        cuts.clear()
+        with cutting(lambda: cuts.append("cut")):
+            model(ids)
+            model(ids)
+        model(ids)
+    number = len(watched)
+    assert number >= 2 and cuts == ["layer", "cut", "layer"] + ["layer"] * (3 * number - 2)

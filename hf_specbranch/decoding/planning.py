@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -164,15 +164,17 @@ class Planner:
 
     @property
     def _simple(self) -> list[SpecBranchConfig]:
-        """Plain speculation with chains of a few tokens, the narrowest pass first; of equal ones the longest chain, and
-        the one that ends soonest.
+        """Plain speculation with chains of a few tokens, the narrowest pass first; of equal ones the longest chain.
 
-        A step takes as long in a short chain, and a long one might be drafted for nothing.
+        A step takes as long in a short chain, and a long one might be drafted for nothing. Where the threshold is not
+        settled there is none, or a pass over what an unsure draft sends would not be as wide as it should be.
         """
         simple = [plan for plan in self.plans if plan.policy == "vanilla"]
+        if len({plan.confidence_threshold for plan in simple}) > 1:
+            simple = list(dict.fromkeys(replace(plan, confidence_threshold=0.0) for plan in simple))
         longest = max(FEW, min(plan.draft_length for plan in simple))
         few = [plan for plan in simple if plan.draft_length <= longest]
-        return sorted(few, key=lambda plan: (width(plan), -plan.draft_length, -float(plan.confidence_threshold)))
+        return sorted(few, key=lambda plan: (width(plan), -plan.draft_length))
 
     @property
     def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:

@@ -1,8 +1,7 @@
 """Where a recorded stage is cut in two.
 
-The device begins with a graph when the host has launched all of it, which takes a few hundred microseconds for a few
-hundred kernels. Behind its first layers a stage is cut: the device works on the short first piece while the host
-launches the second.
+The device begins with a graph when the host has launched all of it, and a stage has hundreds of kernels. Behind its
+first layers a stage is cut: the device works on the short first piece while the host launches the second.
 """
 
 from __future__ import annotations
