@@ -146,12 +146,13 @@ def test_two_threads_may_generate_with_one_model_and_different_settings(target, 
 
     model = attached(target)
     kwargs = {"max_new_tokens": 20, "do_sample": False}
+    prompts = [prompt(seed=seed) for seed in range(8)]  # here: seeds are the process's, not a thread's
 
     def run(seed):
         settings = config("pearl" if seed % 2 else "vanilla", gamma=1 + seed % 4)
-        return model.generate(**prompt(seed=seed), **kwargs, assistant_model=draft, specbranch=settings)
+        return model.generate(**prompts[seed], **kwargs, assistant_model=draft, specbranch=settings)
 
-    expected = [target.generate(**prompt(seed=seed), **kwargs) for seed in range(8)]
+    expected = [target.generate(**each, **kwargs) for each in prompts]
     with ThreadPoolExecutor(4) as threads:
         for got, wanted in zip(threads.map(run, range(8)), expected):
             assert torch.equal(got, wanted)
