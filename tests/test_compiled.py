@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_specbranch.kernels import interface
+from hf_specbranch.runners import compiled
 from hf_specbranch.runners.compiled import FOLDER, compiled_layers, decoder_layers, lasting_folder
 from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.runners.probe import mask_maker_for
@@ -279,3 +281,18 @@ def test_a_second_process_finds_the_kernels_on_disk(folder):
     output = subprocess.run([sys.executable, "-c", SECOND_PROCESS], capture_output=True, text=True, check=True).stdout
     found = json.loads(output.splitlines()[-1])
     assert found.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in found
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_layers_call_our_attention_as_one_operation(queries, counters, monkeypatch):
+    """Where Triton is; here the operation takes the way it takes for what its kernel cannot do."""
+    monkeypatch.setattr(compiled, "serves", lambda device: True)
+    model = llama().to(torch.bfloat16)
+    runner, called = started(model), []
+    attention = interface.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        interface.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(a), attention(*a, **k))[1]
+    )
+    assert_same_compiled(runner, queries, backend=TRACED)
+    assert model.config._attn_implementation == "sdpa" and not interface.one_pass.active
+    assert len([each for each in called if each[0].shape[2] == queries]) >= 2

@@ -28,7 +28,8 @@ else:
     Value, constexpr = (tl.tensor, tl.constexpr) if tl is not None else (Any, Any)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF_PRECISION, torch.float32)
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -165,13 +165,13 @@ def _find_out(model: PreTrainedModel, implementation: str, structure: int) -> Re
     shared, readers = Shared(), _readers_of_one_input(model)
     shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
     forwards = recognise(model, shared, implementation == "sdpa")
-    attention = _attention(model, implementation)
+    attention = registered_attention(model, implementation)
     shared.weights = {}  # or weights that the model no longer has would live on
     _forget(shared)
     return Recipe(structure, shared, forwards, attention, readers)
 
 
-def _attention(model: PreTrainedModel, implementation: str) -> str:
+def registered_attention(model: PreTrainedModel, implementation: str) -> str:
     """Ours under the name that behaves as the model's own, if the model then computes the same."""
     ours = {"sdpa": UNCAPPED, "eager": NAME}.get(implementation, implementation)
     alike = ours == implementation or calls_registered_attention(model, (implementation, ours))

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ..kernels.backend import HALF_PRECISION
 from . import graph
 from .eager import EagerRunner
 from .probe import mask_maker_for
@@ -18,7 +19,6 @@ from .probe import mask_maker_for
 logger = logging.getLogger(__name__)
 _SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a model runs eagerly, where that was said
 
-HALF_PRECISION = (torch.bfloat16, torch.float16)
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
 BRANCHES = 256  # room for branches behind the text
 ASIDE = 256  # room for a text that the draft reads aside
