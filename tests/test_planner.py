@@ -285,12 +285,23 @@ def test_a_surprise_is_thought_over_and_remembered():
 def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
     known, plans = planning.Knowledge(), every_plan()
     thoughts = []
-    for generation in range(20):
+    for generation in range(40):
         ask = partial(lambda now: thoughts.append(now) or [NEVER], generation)
         planner = planning.Planner(plans, True, "here", known, None, ask, lambda: 10)
         legs, leg = until_chosen(planner, NEVER)
         planner.end(leg, priced(leg, NEVER))
-    assert sorted(set(thoughts)) == [0, 1, 3, 7, 15]  # the first choice, then after these
+    assert sorted(set(thoughts)) == [*range(9), 16, 32]  # the first choice, then after these
+
+
+def test_each_of_the_last_texts_counts_once():
+    """However often it was thought over, and though stages were captured in its last rounds."""
+    known, plans, texts = planning.Knowledge(), every_plan(), recordings("good")
+    for text in texts[:3]:
+        planner = planning.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
+        _, leg = until_chosen(planner, text)
+        planner.end(leg, priced(leg, text)._replace(disturbed=True))
+    assert list(known.agreements.values()) == [[text] for text in texts[:3]]
+    assert sum(stretch.disturbed for stretch in planner.timed.values()) == 0
 
 
 def test_texts_may_differ_without_a_change_of_plan():

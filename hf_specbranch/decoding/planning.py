@@ -8,7 +8,6 @@ and thought over when it does not do as predicted.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -34,6 +33,7 @@ COST_AS_PREDICTED, GAIN_AS_PREDICTED = (0.75, 1.2), (0.6, 1.7)
 # Generations after which the oldest measurement is taken again, the last number again and again. Not where stages are
 # captured: times hardly scatter then, and each plan that is run once more may have to be captured once more.
 REFRESH = 4, 16
+TEXTS = 8  # how many of the last ones are remembered
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -56,9 +56,8 @@ class Knowledge:
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # speed of its rounds over what was predicted
     promising: set[Hashable] = field(default_factory=set)  # situations in which drafting beside the target may pay
     generations: int = 0
-    patience: int = 1  # generations until all is thought over again, surprise or not; more each time
-    ask_again: int = 0  # which generation that is
-    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=4))
+    ask_again: int = 0  # the generation after which all is thought over again, surprise or not
+    agreements: dict[int, list[Agreement]] = field(default_factory=dict)  # by generation, the last few
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, Knowledge]] = WeakKeyDictionary()
@@ -205,22 +204,23 @@ class Planner:
         if leg.predicted is None or self.usual is not None:
             return None
         choice = Choice(leg.plan, leg.predicted, leg.tokens_per_pass)
-        if took.rounds >= TIMED and not took.disturbed:
+        sound = took.rounds >= TIMED and not took.disturbed
+        if sound:
             self._note(leg, took)
-            pause = ending or leg.plan.policy == "autoregressive"
-            if (pause and self._is_time()) or self._is_surprise(leg, took):
-                choice = self._choose(leg.plan, took) or choice
+        pause = ending or leg.plan.policy == "autoregressive"
+        if (pause and self._is_time()) or (sound and self._is_surprise(leg, took)):
+            choice = self._choose(leg.plan, took if sound else None) or choice
         self.known.choices[self.situation] = choice
         return choice
 
     def _is_time(self) -> bool:
-        """Whether to think for no reason: after the first text, the second, the fourth, and so on. One text is little
-        to go by; and without a draft nothing is seen of what one could do.
+        """Whether to think for no reason: after each of the first texts, then after twice as many each time. One text
+        is little to go by; and without a draft nothing is seen of what one could do.
         """
-        known = self.known
-        if known.generations < known.ask_again:
+        known, now = self.known, self.known.generations
+        if now < known.ask_again:
             return False
-        known.ask_again, known.patience = known.generations + known.patience, 2 * known.patience
+        known.ask_again = now + 1 if now < TEXTS else 2 * now
         return True
 
     def _is_surprise(self, leg: Leg, took: Stretch) -> bool:
@@ -244,7 +244,10 @@ class Planner:
             return None
         costs = prices(timed)
         if found := self.agreements():
-            known.agreements.extend(found)
+            known.agreements.pop(known.generations, None)  # this text, as far as it had come
+            known.agreements[known.generations] = found
+            if len(known.agreements) > TEXTS:
+                del known.agreements[next(iter(known.agreements))]
             if plan is not None and took is not None:
                 expected = predict(found, plan, costs, self.captured)
                 a_round = expected.tokens_per_pass / expected.tokens_per_second
@@ -252,7 +255,7 @@ class Planner:
                 known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
         if not known.agreements:
             return None
-        texts = list(known.agreements)
+        texts = [text for some in known.agreements.values() for text in some]
         choice = choose(self.plans, texts, costs, self.captured, plan, known.ratios)
         if self.situation not in known.promising:
             if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, known.ratios):
