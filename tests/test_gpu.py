@@ -8,8 +8,12 @@ from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.kernels import rehearsal
+from hf_specbranch.kernels import interface, rehearsal
+from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.rehearsal import Rehearsal
+from hf_specbranch.runners.compiled import compiled_layers
+from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.probe import mask_maker_for
 
 from .families import FAMILIES, make
 from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -57,6 +61,32 @@ def test_compiled_layers_give_the_same_tokens(target, draft):
         kwargs = {**to_gpu(prompt(length=7 + 5 * seed, seed=seed)), "max_new_tokens": 40, "do_sample": False}
         got = model.generate(**kwargs, assistant_model=draft, specbranch=config(runtime="compile"))
         assert torch.equal(got, plain.generate(**kwargs)) and model.specbranch_stats.runtime == "compile"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_layers_in_half_precision_call_our_attention(family, monkeypatch):
+    """Chains behind a text in scattered slots: the logits are the model's own, but for rounding."""
+    model = make(family).to("cuda", torch.bfloat16)
+    runner, called = EagerRunner(model, mask_maker_for(model, "target")), []
+    monkeypatch.setattr(interface, "attend", lambda *args: (called.append(args[0].shape[2]), attend(*args))[1])
+    before = model.config._attn_implementation
+    with torch.no_grad():
+        runner.reserve(1, 64)
+        runner.prefill(torch.arange(1, 21, device="cuda")[None], torch.arange(20, device="cuda")[None], None)
+        for queries in (1, 5):
+            offsets = torch.arange(queries, device="cuda")
+            tokens, positions, slots = offsets[None] + 30, offsets[None] + 20, offsets[None] * 7 + 22
+            visible = torch.zeros((1, queries, 64), dtype=torch.bool, device="cuda")
+            visible[:, :, :20] = True
+            visible[0, :, slots[0]] = torch.ones((queries, queries), dtype=torch.bool, device="cuda").tril()
+            expected = runner.forward(tokens, positions, slots, visible).logits.float()
+            assert not called
+            with compiled_layers(model):
+                got = runner.forward(tokens, positions, slots, visible).logits.float()
+            assert called.count(queries) == model.config.num_hidden_layers
+            assert (got - expected).norm() <= 2e-2 * expected.norm()
+            called.clear()
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "auto"])

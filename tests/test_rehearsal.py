@@ -65,6 +65,27 @@ def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch
     rehearse(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
 
 
+@pytest.mark.parametrize("seconds, cold", [(0.2, True), (0.0, False)])
+def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch, caplog):
+    """And not where they are found on disk: then the rehearsal ends with the second."""
+    monkeypatch.setattr(rehearsal, "_cold", [])
+    monkeypatch.setattr(Rehearsal, "_build", lambda *_: seconds)
+    met, kernels = [], [Kernel(object()) for _ in range(4)]
+
+    def stage():
+        for kernel in kernels:
+            met.append(kernel)
+            kernel[(1,)]()
+
+    for _ in range(2):
+        rehearse(stage, GPU)
+    assert rehearsal._cold == [cold]
+    assert [record.message for record in caplog.records if "builds its GPU kernels" in record.message] == (
+        ["hf_specbranch builds its GPU kernels: some seconds, once on this machine"] if cold else []
+    )
+    assert len(met) == (8 if cold else 2)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
 def test_a_pass_in_a_rehearsal_leaves_the_cache_alone(family):
     model = make(family)

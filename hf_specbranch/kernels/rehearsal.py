@@ -62,6 +62,8 @@ class Rehearsal:
                 took = LONG if job.exception() else job.result()
                 if len(self.jobs) == 2:
                     _cold.append(took >= LONG)
+                    if took >= LONG:
+                        logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
             if False in _cold:
                 raise AllBuilt
 
