@@ -296,3 +296,17 @@ def test_layers_call_our_attention_as_one_operation(queries, counters, monkeypat
     assert_same_compiled(runner, queries, backend=TRACED)
     assert model.config._attn_implementation == "sdpa" and not interface.one_pass.active
     assert len([each for each in called if each[0].shape[2] == queries]) >= 2
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_that_operation_does_what_it_tells_the_compiler(softcap, sinks):
+    """Sizes and strides of its result, that it changes nothing it is given, and what it computes."""
+    torch.manual_seed(0)
+    query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
+    mask = torch.rand(2, 1, 3, 10) < 0.7
+    mask[..., 0] = True
+    given = query, cache, cache, mask, 0.3, softcap, torch.randn(4) if sinks else None
+    torch.library.opcheck(interface._compiled_attention, given)
+    expected = interface.attend_reference(*given)
+    assert torch.allclose(interface._compiled_attention(*given), expected, atol=1e-6)

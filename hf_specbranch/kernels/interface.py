@@ -75,7 +75,7 @@ def _compiled_attention(
     if fits(query, key, value, mask):
         return attend(query, key, value, mask, scaling, softcap, sinks, _blocks(mask, query, key))
     if softcap is not None or sinks is not None:
-        return attend_reference(query, key, value, mask, scaling, softcap, sinks)
+        return attend_reference(query, key, value, mask, scaling, softcap, sinks).contiguous()
     grouped = query.shape[1] != key.shape[1]
     out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
