@@ -33,6 +33,7 @@ class SpecBranchStats:
     policy: str = ""
     runtime: str = ""  # what ran the target: "eager", "graph" or "compile"
     slowed_by: str = ""  # why rounds were driven step by step from the host although graphs were there; else empty
+    graphs_captured: int = 0  # stages that were recorded meanwhile, which takes time; later generations replay them
     new_tokens: int = 0
     target_forwards: int = 0  # the prefill is one of them
     draft_forwards: int = 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchStats, load_demo_pair, specbranch
-from hf_specbranch.bench import Shape, grow
+from hf_specbranch.bench import Shape, grow, measure
 from hf_specbranch.bench.differences import difference, first_difference, summary
 from hf_specbranch.bench.findings import pooled
 from hf_specbranch.bench.further import Further
@@ -425,6 +425,33 @@ def test_a_grown_pair_runs_with_its_grown_head(tmp_path):
     report = json.loads((tmp_path / "b.json").read_text())
     assert report["memory"]["target_weights"] > 4 * 100e6
     assert list(report["ways"]) == ["plain", "specbranch-head"] and report["differences"]["outputs"] == 0
+
+
+def test_a_generation_in_which_graphs_were_captured_is_run_again(pair, monkeypatch):
+    """As often as it takes, within reason; what counts is the last."""
+    captured, real = [], measure.generate_once
+
+    def generate_once(pair, way, inputs, *arguments):
+        found = real(pair, way, inputs, *arguments)
+        found.stats.graphs_captured = captured.pop() if captured and way.name == "vanilla-stop" else 0
+        return found
+
+    monkeypatch.setattr(measure, "generate_once", generate_once)
+    plan = Plan(("autoregressive", "vanilla-stop"), new_tokens=4, stream_prompts=0)
+    heard = Heard()
+    benchmark = Benchmark(pair, [(name, prompt(length=7, seed=seed)) for seed, name in enumerate("ab")], plan, heard)
+    benchmark.start_all()
+    benchmark.warm_up()
+    for again, counts in enumerate([[1, 2], [1, 2, 3, 4]]):
+        captured[:] = counts
+        benchmark.measure(benchmark.measurements["vanilla-stop"], again)
+        assert len(captured) == max(0, len(counts) - 3)
+    report = build(benchmark, {}, {}, interrupted=True)
+    assert "vanilla-stop captured graphs in 4 measured generations, which were run again" in lines(report)
+    found = report["ways"]["vanilla-stop"]
+    assert [len(entry["seconds"]) for entry in found["prompts"]] == [1, 1]
+    assert found["overall_tokens_per_second"] == pytest.approx(8 / sum(e["seconds"][0] for e in found["prompts"]))
+    assert heard.generations == benchmark.generations - 2  # the other way has measured nothing
 
 
 def test_of_a_run_cut_short_ways_are_compared_over_the_prompts_that_all_have_run(pair):

@@ -36,11 +36,18 @@ class Measurement:
     gaps: list[float] = field(default_factory=list)  # between streamed tokens
     first_token: list[float] = field(default_factory=list)  # seconds to it, of each streamed generation
     differences: list[Difference] = field(default_factory=list)
+    run_again: int = 0  # generations in which something was captured: they belong to the warm-up
 
     @property
     def stats(self) -> SpecBranchStats | None:
         """Counts and times of all prompts together; None for transformers' own ways."""
         return pooled([found.stats for found in self.prompts.values() if found.stats is not None])
+
+    @property
+    def overall_speed(self) -> float:
+        """All tokens over all seconds: easy texts count for less than in the median."""
+        found = self.prompts.values()
+        return sum(each.new_tokens for each in found) / sum(median(each.seconds) for each in found)
 
     def ratio_to(self, other: Measurement | None) -> float | None:
         """Median over prompts of the ratio of speeds on a prompt."""

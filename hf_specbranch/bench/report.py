@@ -45,6 +45,7 @@ def row(measurement: Measurement, plain: Measurement | None, ours: Measurement |
     first = median(measurement.first_token) if measurement.first_token else None
     return {
         "tokens_per_second": median(speeds) if speeds else None,
+        "overall_tokens_per_second": measurement.overall_speed if speeds else None,
         "ratio_to_plain": measurement.ratio_to(plain),
         "ratio_to_autoregressive": measurement.ratio_to(ours),
         "mean_acceptance_length": stats.mean_acceptance_length if stats else None,
@@ -93,6 +94,7 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
                 **row(measurement, plain, ours, benchmark.longest),
                 "first_generation_seconds": measurement.first_seconds,
                 "seconds_spent": benchmark.spent.get(name),
+                "run_again": measurement.run_again,
                 "acceptance_histogram": measurement.stats.acceptance_histogram if measurement.stats else None,
                 "prompts": per_prompt(benchmark, measurement),
             }

@@ -103,6 +103,9 @@ def lines(report: dict[str, Any]) -> list[str]:
     said += [f"warning: {reason}" for reason in report["warnings"]]
     said += [f"{name} is left out, it failed: {reason}" for name, reason in report["failed"].items()]
     said += [_sweep_line(name, tried) for name, tried in report["sweeps"].items()]
+    for name, way in report["ways"].items():
+        if count := way["run_again"]:
+            said.append(f"{name} captured graphs in {count} measured generations, which were run again")
     sampled = report["settings"].get("temperature")
     said.append(
         f"sampled at temperature {sampled:g}; outputs are not compared"

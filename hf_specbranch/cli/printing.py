@@ -93,6 +93,8 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         lines.append(
             f"last plan of {len(stats.plans)}: {last['plan']}: {last['tokens_per_second']:.0f} a second{beside}"
         )
+    if stats.graphs_captured:
+        lines.append(f"recorded {stats.graphs_captured} CUDA graphs, so that later generations are faster")
     if stats.slowed_by:
         lines.append(f"slowed: {stats.slowed_by}")
     return lines

@@ -127,6 +127,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         if call.draft is not None and POLICIES[call.config.policy].drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
         assembly = Assembly(call, runner, draft_runner, recorder, stats)
+        captured_before = assembly.captures()
         parts = assembly.parts()
         text, draft_device = parts.text, (draft_runner or runner).device
         with Beside(parts.target.device, draft_device, stats, inline=text.fixed) as beside:
@@ -134,7 +135,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
             follow(assembly, parts, beside)
         if call.streamer is not None:
             call.streamer.end()
-        stats.new_tokens = text.gained
+        stats.new_tokens, stats.graphs_captured = text.gained, assembly.captures() - captured_before
         stats.time_to_first_token = text.first_gain - began
         stats.total_seconds = time.perf_counter() - began
         return _make_output(call, parts.target, text, recorder, stats), stats
