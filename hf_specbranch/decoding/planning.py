@@ -34,6 +34,7 @@ COST_AS_PREDICTED, GAIN_AS_PREDICTED = (0.75, 1.2), (0.6, 1.7)
 # captured: times hardly scatter then, and each plan that is run once more may have to be captured once more.
 REFRESH = 4, 16
 TEXTS = 8  # how many of the last ones are remembered
+FIRST = 4  # up to this generation every one is thought over, then ever fewer: it takes as long as two rounds
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
@@ -220,7 +221,7 @@ class Planner:
         known, now = self.known, self.known.generations
         if now < known.ask_again:
             return False
-        known.ask_again = now + 1 if now < TEXTS else 2 * now
+        known.ask_again = now + 1 if now < FIRST else 2 * now
         return True
 
     def _is_surprise(self, leg: Leg, took: Stretch) -> bool:
