@@ -127,6 +127,7 @@ class CompiledLayers:
             config._attn_implementation_internal = self.attentions[before]
             one_pass.begin()
             undo.callback(one_pass.end)
+            undo.callback(model.register_forward_pre_hook(lambda *_: one_pass.forget()).remove)
         return undo
 
     def give_up(self, reason: str) -> None:
