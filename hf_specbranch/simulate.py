@@ -125,7 +125,7 @@ class StepCosts:
         return verify, each.steps_beside * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)  # texts that are remembered times plans
 def _counted(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> tuple[int, Counter[Round]]:
     """Tokens of a replay, and how often each kind of round came, whatever it committed.
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
 
-from hf_specbranch.kernels import interface
+from hf_specbranch.kernels import fused, interface
+from hf_specbranch.kernels.asked import own_attention
 from hf_specbranch.runners import compiled
 from hf_specbranch.runners.compiled import FOLDER, compiled_layers, decoder_layers, lasting_folder
 from hf_specbranch.runners.eager import EagerRunner
@@ -23,6 +25,7 @@ from hf_specbranch.runners.probe import mask_maker_for
 from hf_specbranch.runners.slots import SlotCache
 
 from .families import FAMILIES, make
+from .models import attached
 
 PROMPT = 20
 TRACED, BUILT = "aot_eager", "inductor"  # the second builds kernels, which takes long on a CPU
@@ -283,29 +286,107 @@ def test_a_second_process_finds_the_kernels_on_disk(folder):
     assert found.get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in found
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_layers_call_our_attention_as_one_operation(queries, counters, monkeypatch):
-    """Where Triton is; here the operation takes the way it takes for what its kernel cannot do."""
+@pytest.fixture
+def asked(monkeypatch):
+    """Queries of each call of our attention from compiled layers, on a machine that seems to have Triton.
+
+    The kernel is not there: the operation takes the way it takes for what its kernel cannot do.
+    """
+    asked = []
     monkeypatch.setattr(compiled, "serves", lambda device: True)
+    monkeypatch.setattr(interface, "fits", lambda query, *_: bool(asked.append(query.shape[2])))
+    return asked
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_layers_call_our_attention_as_one_operation(queries, attention, asked):
     model = llama().to(torch.bfloat16)
-    runner, called = started(model), []
-    attention = interface.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        interface.functional, "scaled_dot_product_attention", lambda *a, **k: (called.append(a), attention(*a, **k))[1]
-    )
-    assert_same_compiled(runner, queries, backend=TRACED)
-    assert model.config._attn_implementation == "sdpa" and not interface.one_pass.active
-    assert len([each for each in called if each[0].shape[2] == queries]) >= 2
+    model.set_attn_implementation(attention)
+    runner = started(model)
+    plain = step(runner, queries).logits.float()
+    for ours in (False, True):
+        asked.clear()
+        with compiled_layers(model, TRACED, our_attention=ours):
+            assert (model.config._attn_implementation != attention) == ours
+            assert own_attention(model.config) == attention
+            got = step(runner, queries).logits.float()
+        assert asked.count(queries) == (2 if ours else 0)  # once a layer
+        assert (got - plain).norm() <= 2e-2 * plain.norm()
+    assert model.config._attn_implementation == attention and not interface.one_pass.active
+
+
+def test_what_is_known_of_a_mask_is_forgotten_with_every_pass(asked, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(interface.one_pass, "forget", lambda: forgotten.append(1))
+    runner = started(llama().to(torch.bfloat16))
+    with compiled_layers(runner.model, TRACED, our_attention=True):
+        before = len(forgotten)
+        step(runner, 1)
+        step(runner, 1)
+        assert len(forgotten) == before + 2
+
+
+def test_while_layers_are_compiled_another_thread_may_begin_a_generation(asked):
+    model, draft = attached(llama().to(torch.bfloat16)), llama(seed=1).to(torch.bfloat16)
+    kwargs = dict(input_ids=torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False)
+    with ThreadPoolExecutor(1) as pool, compiled_layers(model, TRACED, our_attention=True):
+        got = pool.submit(model.generate, **kwargs, assistant_model=draft).result()
+    assert got.shape == (1, 16)
+
+
+def test_whoever_leaves_last_puts_the_attention_back(asked):
+    model = llama().to(torch.bfloat16)
+    for contexts in ([compiled_layers(model, TRACED, our_attention=True), fused(model)], [fused(model), fused(model)]):
+        for context in contexts:
+            context.__enter__()
+        contexts[0].__exit__(None, None, None)
+        assert model.config._attn_implementation != "sdpa"
+        contexts[1].__exit__(None, None, None)
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_interrupt_while_layers_are_opened_leaves_no_trace(asked, monkeypatch):
+    model = llama().to(torch.bfloat16)
+    real = compiled.registered_attention
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "registered_attention", interrupted)
+    with pytest.raises(KeyboardInterrupt), compiled_layers(model, TRACED, our_attention=True):
+        pass
+    monkeypatch.setattr(compiled, "registered_attention", real)
+    assert "forward" not in model.model.layers[0].__dict__ and model.config._attn_implementation == "sdpa"
+    with compiled_layers(model, TRACED, our_attention=True):
+        assert "forward" in model.model.layers[0].__dict__ and model.config._attn_implementation != "sdpa"
+
+
+def test_a_compiled_model_with_our_attention_can_be_trained():
+    """By a user who asked for it: nothing of ours is open."""
+    interface.register()
+    model, expected = llama().train(), llama().train()
+    model.set_attn_implementation("specbranch")
+    ids = torch.arange(1, 13).view(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    for run in (expected, torch.compile(model, backend=TRACED)):
+        run(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    for got, wanted in zip(model.parameters(), expected.parameters()):
+        assert torch.allclose(got.grad, wanted.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_that_operation_does_what_it_tells_the_compiler(softcap, sinks):
+@pytest.mark.parametrize("added", [False, True])
+def test_that_operation_does_what_it_tells_the_compiler(softcap, sinks, added):
     """Sizes and strides of its result, that it changes nothing it is given, and what it computes."""
     torch.manual_seed(0)
     query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
     mask = torch.rand(2, 1, 3, 10) < 0.7
     mask[..., 0] = True
+    if added:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     given = query, cache, cache, mask, 0.3, softcap, torch.randn(4) if sinks else None
     torch.library.opcheck(interface._compiled_attention, given)
     expected = interface.attend_reference(*given)

@@ -63,6 +63,16 @@ def test_compiled_layers_give_the_same_tokens(target, draft):
         assert torch.equal(got, plain.generate(**kwargs)) and model.specbranch_stats.runtime == "compile"
 
 
+def test_captured_graphs_are_counted(target, draft):
+    model, draft = specbranch(on_gpu(target)), on_gpu(draft)
+    kwargs = {**to_gpu(prompt()), "max_new_tokens": 24, "do_sample": False, "assistant_model": draft}
+    counts = []
+    for _ in range(3):
+        model.generate(**kwargs, specbranch=config(runtime="graph"))
+        counts.append(model.specbranch_stats.graphs_captured)
+    assert counts[0] >= 3 and counts[2] == 0  # a pass, a draft, a verdict
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_layers_in_half_precision_call_our_attention(family, monkeypatch):
     """Chains behind a text in scattered slots: the logits are the model's own, but for rounding."""
@@ -81,7 +91,7 @@ def test_compiled_layers_in_half_precision_call_our_attention(family, monkeypatc
             visible[0, :, slots[0]] = torch.ones((queries, queries), dtype=torch.bool, device="cuda").tril()
             expected = runner.forward(tokens, positions, slots, visible).logits.float()
             assert not called
-            with compiled_layers(model):
+            with compiled_layers(model, our_attention=True):
                 got = runner.forward(tokens, positions, slots, visible).logits.float()
             assert called.count(queries) == model.config.num_hidden_layers
             assert (got - expected).norm() <= 2e-2 * expected.norm()

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 
@@ -300,8 +301,37 @@ def test_each_of_the_last_texts_counts_once():
         planner = planning.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
         _, leg = until_chosen(planner, text)
         planner.end(leg, priced(leg, text)._replace(disturbed=True))
-    assert list(known.agreements.values()) == [[text] for text in texts[:3]]
+    assert known.texts.remember(-1, []) == texts[:3]
     assert sum(stretch.disturbed for stretch in planner.timed.values()) == 0
+
+
+def test_texts_that_are_generated_at_once_are_told_apart():
+    known, plans = planning.Knowledge(), every_plan()
+    under_way = []
+    for text in (ALWAYS, NEVER):
+        planner = planning.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
+        under_way.append((planner, until_chosen(planner, text)[1], text))
+    for planner, leg, text in under_way:
+        planner.end(leg, priced(leg, text))
+    assert known.texts.remember(-1, []) == [ALWAYS, NEVER]
+
+
+def test_only_the_last_texts_are_remembered_whoever_adds_to_them():
+    texts = planning.Texts(most=3)
+    names = [texts.begin() for _ in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        seen = list(pool.map(lambda name: texts.remember(name, [name]), names))
+    assert all(name in found and len(found) <= 3 for name, found in zip(names, seen))
+    assert len(texts.remember(-1, [])) == 3
+
+
+def test_drawn_texts_teach_nothing_and_do_not_count():
+    known, plans = planning.Knowledge(), every_plan()
+    for _ in range(9):
+        planner = planning.Planner(plans, True, "here", known, CHEAP_DRAFT, lambda: [NEVER], lambda: 10)
+        leg = next(planner.legs())
+        planner.end(leg, priced(leg, NEVER))
+    assert known == planning.Knowledge(texts=known.texts) and known.texts.remember(-1, []) == []
 
 
 def test_texts_may_differ_without_a_change_of_plan():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import Lock
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -48,6 +50,42 @@ class Leg(NamedTuple):
     tokens_per_pass: float = 1.0  # predicted too
 
 
+class Texts:
+    """How the draft did on the last few texts, each as far as it has come. Several may be generated at a time.
+
+    Args:
+        most: how many are remembered.
+
+    Example:
+        >>> texts = Texts(most=2)
+        >>> first, second = texts.begin(), texts.begin()
+        >>> texts.remember(first, ["half"])
+        ['half']
+        >>> texts.remember(first, ["whole"])
+        ['whole']
+        >>> texts.remember(second, ["other"])
+        ['whole', 'other']
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.lock, self.numbers = most, Lock(), count()
+        self.found: dict[int, list[Agreement]] = {}  # the latest last
+
+    def begin(self) -> int:
+        """A name for a text."""
+        return next(self.numbers)
+
+    def remember(self, text: int, found: list[Agreement]) -> list[Agreement]:
+        """Put this in place of what was known of a text, if it is anything; all that is known then."""
+        with self.lock:
+            if found:
+                self.found.pop(text, None)
+                self.found[text] = found
+            for oldest in list(self.found)[: -self.most]:
+                del self.found[oldest]
+            return [agreement for some in self.found.values() for agreement in some]
+
+
 @dataclass
 class Knowledge:
     """What earlier generations of a pair have shown; `situation` stands for what costs depend on."""
@@ -56,9 +94,9 @@ class Knowledge:
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # speed of its rounds over what was predicted
     promising: set[Hashable] = field(default_factory=set)  # situations in which drafting beside the target may pay
-    generations: int = 0
+    generations: int = 0  # those in which costs were measured
     ask_again: int = 0  # the generation after which all is thought over again, surprise or not
-    agreements: dict[int, list[Agreement]] = field(default_factory=dict)  # by generation, the last few
+    texts: Texts = field(default_factory=lambda: Texts(TEXTS))
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, Knowledge]] = WeakKeyDictionary()
@@ -101,7 +139,7 @@ class Planner:
         most_hidden: float = 1.0,
     ) -> None:
         self.plans, self.captured, self.known, self.usual = plans, captured, known, usual
-        self.most_hidden = most_hidden
+        self.most_hidden, self.text = most_hidden, known.texts.begin()
         self.agreements, self.context, self._situation = agreements, context, situation
 
     @property
@@ -191,18 +229,20 @@ class Planner:
         A machine may have been busy when it was measured, and what is not run again would never be seen in its true
         light.
         """
+        if self.usual is not None:
+            return
         self.learn(leg, took, ending=True)
-        unchosen = self.usual is None and self.situation not in self.known.choices
+        unchosen = self.situation not in self.known.choices
         if unchosen and self.timed and not self._unmeasured() and (choice := self._choose()) is not None:
             self.known.choices[self.situation] = choice
-        self.known.generations = count = self.known.generations + 1
-        if self.timed and not self.captured and (count in REFRESH or count % REFRESH[-1] == 0):
-            del self.timed[next(iter(self.timed))]
+        self.known.generations = now = self.known.generations + 1
+        if self.timed and not self.captured and (now in REFRESH or now % REFRESH[-1] == 0):
+            self.timed.pop(list(self.timed)[0], None)  # unless another thread has
             self.known.choices.pop(self.situation, None)
 
     def learn(self, leg: Leg, took: Stretch, ending: bool = False) -> Choice | None:
         """Remember what a leg took, and say what to do next, the same again or something else."""
-        if leg.predicted is None or self.usual is not None:
+        if leg.predicted is None:
             return None
         choice = Choice(leg.plan, leg.predicted, leg.tokens_per_pass)
         sound = took.rounds >= TIMED and not took.disturbed
@@ -244,22 +284,19 @@ class Planner:
         if all(each.overlap for each in timed):  # the context has just doubled: nothing is measured yet
             return None
         costs = prices(timed)
-        if found := self.agreements():
-            known.agreements.pop(known.generations, None)  # this text, as far as it had come
-            known.agreements[known.generations] = found
-            if len(known.agreements) > TEXTS:
-                del known.agreements[next(iter(known.agreements))]
-            if plan is not None and took is not None:
-                expected = predict(found, plan, costs, self.captured)
-                a_round = expected.tokens_per_pass / expected.tokens_per_second
-                ratio = a_round * took.rounds / took.seconds  # not of tokens: these are another part of the text
-                known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
-        if not known.agreements:
+        found = self.agreements()
+        texts = known.texts.remember(self.text, found)
+        if found and plan is not None and took is not None:
+            expected = predict(found, plan, costs, self.captured)
+            a_round = expected.tokens_per_pass / expected.tokens_per_second
+            ratio = a_round * took.rounds / took.seconds  # not of tokens: these are another part of the text
+            known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
+        if not texts:
             return None
-        texts = [text for some in known.agreements.values() for text in some]
-        choice = choose(self.plans, texts, costs, self.captured, plan, known.ratios)
+        ratios = dict(known.ratios)  # another thread may add to them
+        choice = choose(self.plans, texts, costs, self.captured, plan, ratios)
         if self.situation not in known.promising:
-            if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, known.ratios):
+            if may_be_better(self.plans, texts, costs, self.captured, choice, self.most_hidden, ratios):
                 known.promising.add(self.situation)
         return choice
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .asked import asking_for, own_attention
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -115,8 +116,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         return
     register()
     config = model.config.get_text_config(decoder=True)
-    implementation = config._attn_implementation
-    recipe = _recipe(model, implementation)
+    recipe = _recipe(model, own_attention(config))
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
         stack.callback(setattr, recipe.shared, "weights", {})
@@ -125,8 +125,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.callback(_forget, recipe.shared)
         hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
         stack.callback(hook.remove)
-        config._attn_implementation_internal = recipe.attention
-        stack.callback(setattr, config, "_attn_implementation_internal", implementation)
+        stack.enter_context(asking_for(config, recipe.attention))
         for module, forward in list(_valid(model, recipe)):  # all are looked at before the first is changed
             module.forward = forward
             stack.callback(module.__dict__.pop, "forward", None)
@@ -138,7 +137,7 @@ def can_rehearse(model: PreTrainedModel) -> bool:
     if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in model.modules()):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    stand_ins = _valid(model, _recipe(model, config._attn_implementation))
+    stand_ins = _valid(model, _recipe(model, own_attention(config)))
     attentions = sum(isinstance(stand_in, AttentionForward) for _, stand_in in stand_ins)
     return attentions == int(config.num_hidden_layers)
 

@@ -45,7 +45,8 @@ def specbranch_attention(
         [B, Q, Hq, D] and None: no weights are kept.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.compiler.is_compiling() and attention_mask is not None and dropout == 0:
+    learns = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
+    if torch.compiler.is_compiling() and attention_mask is not None and dropout == 0 and not learns:
         return _compiled_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     if attention_mask is not None and dropout == 0 and fits(query, key, value, attention_mask):
         blocks = _blocks(attention_mask, query, key)
@@ -76,8 +77,9 @@ def _compiled_attention(
         return attend(query, key, value, mask, scaling, softcap, sinks, _blocks(mask, query, key))
     if softcap is not None or sinks is not None:
         return attend_reference(query, key, value, mask, scaling, softcap, sinks).contiguous()
-    grouped = query.shape[1] != key.shape[1]
-    out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
+    if (groups := query.shape[1] // key.shape[1]) > 1:  # with a mask sdpa would do so itself, in its slowest way
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     return out.transpose(1, 2).contiguous()
 
 

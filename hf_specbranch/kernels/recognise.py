@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .asked import asking_for
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -75,12 +76,10 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
     with evaluating(model):
         try:
             for name in names:
-                config._attn_implementation_internal = name
-                logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float())
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
+                with asking_for(config, name):
+                    logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float())
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
             return False
-        finally:
-            config._attn_implementation_internal = names[0]
     return bool((logits[0] - logits[1]).norm() <= tolerance(model.dtype) * logits[0].norm())
 
 

@@ -37,7 +37,8 @@ def runner_for(
         slots: the longest a row may get; room is made for it in advance where that is reasonable.
         runtime: "eager", "graph", "compile", or "auto": graphs on CUDA where the model can be captured, eager
             elsewhere.
-        kernels: under "graph", run what is recognised of the model through our kernels; "auto": in half precision.
+        kernels: run what is recognised of the model through our kernels, under "compile" its attention; "auto": in half
+            precision.
     """
     masks = mask_maker_for(model, role)
     reason = "" if runtime == "eager" else why_not_captured(model)
@@ -48,8 +49,10 @@ def runner_for(
     if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    fused = model.dtype in HALF_PRECISION if kernels == "auto" else kernels
-    layers: graph.Layers = "compiled" if runtime == "compile" else "fused" if fused else "plain"
+    ours = model.dtype in HALF_PRECISION if kernels == "auto" else kernels
+    layers: graph.Layers = "fused" if ours else "plain"
+    if runtime == "compile":
+        layers = "compiled, our attention" if ours else "compiled"
     runner = graph.take(model, masks, rows, layers)
     aside = ASIDE if role == "draft" else 0
     runner.reserve(rows, min(slots + BRANCHES + aside, UPFRONT))

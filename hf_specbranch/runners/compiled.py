@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..kernels.backend import HALF_PRECISION, serves
+from ..kernels.asked import asking_for, own_attention
+from ..kernels.backend import serves
 from ..kernels.fuse import registered_attention
 from ..kernels.interface import one_pass, register
 from .slots import SlotCache
@@ -43,7 +44,7 @@ MOST_STRUCTURES = 4
 
 
 @contextmanager
-def compiled_layers(model: PreTrainedModel, backend: str = "inductor") -> Iterator[None]:
+def compiled_layers(model: PreTrainedModel, backend: str = "inductor", our_attention: bool = False) -> Iterator[None]:
     """While open, the decoder layers of `model` run compiled; afterwards the model is as it was.
 
     Only forwards without gradients over a `SlotCache` that points at slots are compiled; all others run as always.
@@ -53,6 +54,7 @@ def compiled_layers(model: PreTrainedModel, backend: str = "inductor") -> Iterat
     Args:
         model: a decoder-only model; it may run in another thread than this one.
         backend: of `torch.compile`; "aot_eager" traces and checks the layers without building kernels.
+        our_attention: let the layers call our split attention, where Triton runs and the model computes the same.
 
     Example:
         >>> with compiled_layers(model), torch.no_grad():
@@ -62,7 +64,7 @@ def compiled_layers(model: PreTrainedModel, backend: str = "inductor") -> Iterat
         layers = _LAYERS.get(model)
         if layers is None:
             layers = _LAYERS[model] = CompiledLayers(type(model).__name__)
-        layers.open(model, backend)
+        layers.open(model, backend, our_attention)
     try:
         yield
     finally:
@@ -79,20 +81,26 @@ class CompiledLayers:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # (backend, several rows, several queries) -> compiled layer
-        self.artifacts: dict[tuple[str, bool, bool], Forward] = {}
-        self.backend = ""
+        # (backend, attention, several rows, several queries) -> compiled layer
+        self.artifacts: dict[tuple[str, str, bool, bool], Forward] = {}
+        self.backend = self.attention = ""
         self.failed = False
         self.opened = 0
         self.changed: list[nn.Module] = []
         self.attentions: dict[str, str] = {}  # what to ask for in place of an implementation
         self.undo = ExitStack()
 
-    def open(self, model: PreTrainedModel, backend: str) -> None:
+    def open(self, model: PreTrainedModel, backend: str, our_attention: bool) -> None:
         self.opened += 1
         self.backend = backend
-        if self.opened > 1 or self.failed:
-            return
+        if self.opened == 1 and not self.failed:
+            try:
+                self._replace_forwards(model, our_attention)
+            except BaseException:
+                self.close()
+                raise
+
+    def _replace_forwards(self, model: PreTrainedModel, our_attention: bool) -> None:
         layers = decoder_layers(model)
         if collects(vars(model.config.get_text_config(decoder=True))):
             return
@@ -101,7 +109,7 @@ class CompiledLayers:
         elif any("forward" in module.__dict__ for layer in layers for module in layer.modules()):
             self.give_up("another library has replaced the forward of its layers")
         else:
-            self.undo = self.with_our_attention(model)
+            self._choose_attention(model, our_attention)
             for layer, index in layers.items():
                 layer.__dict__["forward"] = self.forward_of(layer, index)
                 self.changed.append(layer)
@@ -112,23 +120,20 @@ class CompiledLayers:
             for layer in self.changed:
                 del layer.__dict__["forward"]
             self.changed.clear()
-            self.undo.close()
+            self.undo.close()  # it can be used again
 
-    def with_our_attention(self, model: PreTrainedModel) -> ExitStack:
-        """Let the layers call our split attention, where it is faster; the result undoes it."""
-        undo = ExitStack()
-        if model.dtype in HALF_PRECISION and serves(model.device):
+    def _choose_attention(self, model: PreTrainedModel, ours: bool) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.attention = own = own_attention(config)
+        if ours and serves(model.device):
             register()
-            config = model.config.get_text_config(decoder=True)
-            before = config._attn_implementation
-            if before not in self.attentions:
-                self.attentions[before] = registered_attention(model, before)
-            undo.callback(setattr, config, "_attn_implementation_internal", before)
-            config._attn_implementation_internal = self.attentions[before]
+            if own not in self.attentions:
+                self.attentions[own] = registered_attention(model, own)
+            self.attention = self.attentions[own]
+            self.undo.enter_context(asking_for(config, self.attention))
             one_pass.begin()
-            undo.callback(one_pass.end)
-            undo.callback(model.register_forward_pre_hook(lambda *_: one_pass.forget()).remove)
-        return undo
+            self.undo.callback(one_pass.end)
+            self.undo.callback(model.register_forward_pre_hook(lambda *_: one_pass.forget()).remove)
 
     def give_up(self, reason: str) -> None:
         self.failed = True
@@ -161,7 +166,7 @@ class CompiledLayers:
 
     def artifact(self, hidden: Tensor) -> Forward:
         """The compiled layer for hidden states of this shape, [B, Q, H]."""
-        kind = self.backend, hidden.shape[0] > 1, hidden.shape[1] > 1
+        kind = self.backend, self.attention, hidden.shape[0] > 1, hidden.shape[1] > 1
         if kind not in self.artifacts:
             import_compiler()
             # The compiler files what it builds under the code object: a copy for each model and kind.

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels import can_rehearse, fuse, fused, rehearse
+from ..kernels.asked import own_attention
 from .base import Step
 from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
@@ -28,8 +29,9 @@ from .masks import MaskMaker
 
 logger = logging.getLogger(__name__)
 
-# How the layers of a model run: as transformers wrote them, through our kernels, or compiled.
-Layers = Literal["plain", "fused", "compiled"]
+# How the layers of a model run: as transformers wrote them, through our kernels, or compiled, around our attention or
+# their own.
+Layers = Literal["plain", "fused", "compiled", "compiled, our attention"]
 MOST_QUERIES = 256  # longer forwards are rare and run eagerly
 MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
 
@@ -57,7 +59,7 @@ class GraphRunner(EagerRunner):
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, layers: Layers = "plain") -> None:
         super().__init__(model, masks)
         self.layers = layers
-        self.runtime = "compile" if layers == "compiled" else "graph"
+        self.runtime = "compile" if layers.startswith("compiled") else "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.desks: dict[Hashable, CapturedDesk] = {}
         self.fingerprint = 0  # of the model when the runner was made
@@ -120,7 +122,9 @@ class GraphRunner(EagerRunner):
     def _layers(self) -> AbstractContextManager[Any]:
         if self.layers == "fused":
             return fused(self.model)
-        return compiled_layers(self.model) if self.layers == "compiled" else nullcontext()
+        if self.layers == "plain":
+            return nullcontext()
+        return compiled_layers(self.model, our_attention=self.layers == "compiled, our attention")
 
     def _capture(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
@@ -205,7 +209,7 @@ def fingerprint(model: PreTrainedModel) -> int:
     training = tuple(module.training for module in model.modules())
     config = model.config.get_text_config(decoder=True)
     modes = (
-        config._attn_implementation,
+        own_attention(config),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),

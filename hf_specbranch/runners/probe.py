@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kernels.asked import own_attention
 from ..kernels.trial import evaluating
 from .eager import EagerRunner
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
@@ -28,7 +29,7 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
         ValueError: if no form of mask gives the right logits; speculation with this model would be wrong.
     """
     config = model.config.get_text_config(decoder=True)
-    attention = config._attn_implementation
+    attention = own_attention(config)
     if attention not in MASKED_ATTENTION:
         raise ValueError(
             f"the {role} {type(model).__name__} uses attn_implementation={attention!r}, which takes no explicit "
