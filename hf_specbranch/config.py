@@ -55,9 +55,10 @@ class SpecBranchConfig:
             ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
         kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
-            recognised. "auto" does so in half precision, and leaves float32 models, whose tokens are promised to equal
-            plain `generate()`'s one by one, to transformers' own code; True and False decide for every dtype. The
-            bookkeeping between forwards takes kernels of our own in either dtype, unless this is False.
+            recognised; in compiled layers their attention. "auto" does so in half precision, and leaves float32 models,
+            whose tokens are promised to equal plain `generate()`'s one by one, to transformers' own code; True and
+            False decide for every dtype. The bookkeeping between forwards takes kernels of our own in either dtype,
+            unless this is False.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
@@ -164,8 +165,21 @@ class SpecBranchConfig:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> SpecBranchConfig:
-        """Read the settings from a JSON file."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        """Read the settings from a JSON file.
+
+        Raises:
+            ValueError: if there is none, or it holds something else.
+        """
+        try:
+            settings = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            hint = f'; for the policy pass {{"policy": "{path}"}}' if str(path) in POLICIES else ""
+            raise ValueError(f"settings {str(path)!r}: there is no such file{hint}") from None
+        except ValueError as error:
+            raise ValueError(f"settings {str(path)!r}: not a JSON file ({error})") from None
+        if not isinstance(settings, dict):
+            raise ValueError(f"settings {str(path)!r}: expected a JSON object, as `hf-specbranch tune` writes it")
+        return cls.from_dict(settings)
 
 
 def _one_of(name: str, given: object, choices: tuple[str, ...]) -> None:

@@ -513,6 +513,7 @@ def test_a_run_cut_short_shows_and_writes_what_is_measured_so_far(stop, code, tm
         (["--draft", "other"], "--draft other without --target"),
         (["--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),
         (["--json", "no/such/folder/b.json"], "--json no/such/folder/b.json: expected a file in a folder that exists"),
+        (["--json", "a" * 300], "a" * 300 + ": it cannot be written"),
         (["--round-cost", "5000"], "a prompt of 5000 tokens leaves no room"),
         (["--head", "/no/head/here"], "/no/head/here"),
     ],

@@ -13,7 +13,7 @@ import typer
 from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
-from hf_specbranch.cli import app, main
+from hf_specbranch.cli import app, main, options
 
 from .heads import random_head
 from .models import VOCABULARY
@@ -155,6 +155,24 @@ def test_exit_codes_are_documented():
     text = DOCUMENTED.read_text()
     for code in ("| 0 |", "| 1 |", "| 2 |", "| 3 |", "| 130 |", "| 143 |"):
         assert code in text
+
+
+@pytest.mark.parametrize(("command", "option"), [("tune", "--out"), ("doctor", "--recording"), ("tune", "--png")])
+def test_files_that_cannot_be_written_are_refused_before_any_work(command, option, pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "open_pair", lambda *_: pytest.fail("work has begun"))
+    written = tmp_path / "written.json"
+    written.write_text("kept")
+    for path, reason in (
+        (tmp_path, "expected a file in a folder that exists"),
+        (tmp_path / "no" / "file", "expected a file in a folder that exists"),
+        (tmp_path / ("a" * 300), "it cannot be written"),
+    ):
+        others = ["--out", str(tmp_path / "tuned.json")] if option == "--png" else []
+        done = CliRunner().invoke(app, [command, *others, option, str(path)])
+        assert f"{option} {path}: {reason}" in str(done.exception)
+    options.check_file(option, written)
+    options.check_file(option, tmp_path / "new.json")
+    assert written.read_text() == "kept" and list(tmp_path.iterdir()) == [written]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -112,3 +113,20 @@ def test_the_sequential_loop_hides_nothing(target, draft):
 def test_generation_leaves_gradient_mode_alone(target, draft):
     attached(target).generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vanilla", None, """there is no such file; for the policy pass {"policy": "vanilla"}"""),
+        ("no.json", None, "there is no such file"),
+        ("bad.json", "{", "not a JSON file"),
+        ("list.json", "[1]", "expected a JSON object"),
+    ],
+)
+def test_a_file_of_settings_that_is_none_is_named(name, content, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"settings {name!r}: {message}")):
+        SpecBranchConfig.from_json_file(name)

@@ -181,7 +181,9 @@ def run(*arguments):
 
 def test_trace_writes_both_files_and_says_where(tmp_path):
     said = run("trace", PROMPT, "--out", tmp_path / "new" / "folder", "--max-new-tokens", 8, "--compare", "vanilla")
-    assert said.exit_code == 0 and "8 tokens" in said.stdout and "timeline.html" in said.stdout
+    assert said.exit_code == 0 and "8 tokens" in said.stdout
+    assert all(name in said.stdout for name in ("timeline.html", "trace.json", "agreement.json"))
+    assert "what is drawn for it is specbranch" in said.stderr
     trace = json.loads((tmp_path / "new" / "folder" / "trace.json").read_text())
     assert [stats["policy"] for stats in trace["otherData"]["stats"]] == ["specbranch", "vanilla"]
     assert "Timeline" in (tmp_path / "new" / "folder" / "timeline.html").read_text()

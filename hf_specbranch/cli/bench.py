@@ -28,6 +28,7 @@ from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
 from ..mixin import specbranch
 from ..plots import check_plots, save_speedup
+from .options import check_file
 from .pair import EMBEDDED, load_pair
 from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, terminable
 
@@ -79,7 +80,7 @@ def bench(
         typer.Option("--kernels/--no-kernels", help="Under graphs, our kernels. Default: in half precision."),
     ] = None,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it as it is.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the weights that grown models do not use.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampling, and of weights that grown models do not use.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw speed-up, rollback, acceptance.")] = None,
@@ -134,8 +135,7 @@ class Files(NamedTuple):
     def check(self) -> None:
         """Refuse what cannot be written, before any work."""
         for option, path in self._asdict().items():
-            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ValueError(f"--{option} {path}: expected a file in a folder that exists")
+            check_file(f"--{option}", path)
         if self.png is not None:
             check_plots("--png")
 
@@ -180,8 +180,10 @@ def measure_and_show(
             stopped = error
             benchmark.even_out()
     report = build(benchmark, settings, extras, interrupted=stopped is not None)
-    files.write(report)
-    print_report(report, Console())
+    try:
+        print_report(report, Console())
+    finally:  # the reader of a pipe may be gone
+        files.write(report)
     if isinstance(stopped, KeyboardInterrupt):
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     if stopped is not None:

@@ -45,8 +45,7 @@ def doctor(
     Example: hf-specbranch doctor --target org/large --draft org/small --prompts mine.jsonl
     """
     with leaving_cleanly():
-        if recording is not None and not recording.absolute().parent.is_dir():
-            raise FileNotFoundError(f"--recording {recording}: there is no folder {recording.parent}")
+        options.check_file("--recording", recording)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
         large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
         with tqdm(

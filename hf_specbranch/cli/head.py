@@ -24,7 +24,7 @@ from ..heads.texts import read_texts
 from ..heads.train import TrainSettings
 from ..heads.train import train as run_train
 from ..plots import save_rollback
-from .options import check_picture
+from .options import check_picture, head_from
 from .pair import load_pair
 from .printing import leaving_cleanly
 
@@ -151,7 +151,7 @@ def train(
 @app.command(name="eval")
 @leaving_cleanly()
 def evaluate_head(
-    head: Annotated[str, typer.Option(help="Folder or repository id of the head.")],
+    head: Annotated[str, typer.Option(help='Folder or repository id of the head, or "embedded".')],
     target: Target = None,
     draft: Draft = None,
     prompts: Annotated[
@@ -173,7 +173,9 @@ def evaluate_head(
     Example: hf-specbranch head eval --head head --draft weak
     """
     check_picture(png)
-    loaded = LengthHead.from_pretrained(head)
+    if into_card and head == "embedded":
+        raise ValueError("--into-card with --head embedded: the head that comes with the package stays as it is")
+    loaded = LengthHead.from_pretrained(head) if head != "embedded" else head_from(head, target, draft, device)
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
     _set_threads(threads)

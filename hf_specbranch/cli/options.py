@@ -10,7 +10,7 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from ..config import RUNTIMES, SpecBranchConfig
+from ..config import POLICIES, RUNTIMES, SpecBranchConfig
 from ..demo_pair import load_demo_pair
 from ..plots import check_plots
 from .pair import EMBEDDED, load_pair
@@ -20,7 +20,7 @@ Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" f
 Head = Annotated[
     str | None, typer.Option(help='Length head: folder, repository id, "auto", or "embedded" for the embedded pair\'s.')
 ]
-Policy = Annotated[str | None, typer.Option(help="autoregressive, vanilla, pearl or specbranch.")]
+Policy = Annotated[str | None, typer.Option(help=f"One of {', '.join(POLICIES)}. Default: auto.")]
 Gamma = Annotated[int | None, typer.Option(min=1, help="Longest draft.")]
 Epsilon = Annotated[float | None, typer.Option(min=0, max=1, help="Stop drafting below this confidence.")]
 Branches = Annotated[int | None, typer.Option(min=1, help="Most branches at a fork.")]
@@ -67,11 +67,25 @@ def read_settings(path: Path) -> SpecBranchConfig:
         raise ValueError(f"--config {path}: {error}") from error
 
 
+def check_file(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before any work."""
+    if path is None:
+        return
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: expected a file in a folder that exists")
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: it cannot be written ({error.strerror})") from None
+
+
 def check_picture(path: Path | None) -> None:
     """Refuse a picture that cannot be drawn or written, before any work."""
+    check_file("--png", path)
     if path is not None:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"--png {path}: expected a file in a folder that exists")
         check_plots("--png")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,8 @@ def trace(
         large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
         model = specbranch(large, draft=small)
         policies = [settings.policy] if compare is None else [settings.policy, compare]
+        if "auto" in policies:
+            print("auto changes its plans in mid-text; what is drawn for it is specbranch", file=sys.stderr)
         recordings = []
         for name in policies:
             chosen = as_if_captured(replace(settings, policy=name), large.device, is_cheap(large, small))
@@ -85,6 +88,8 @@ def trace(
             for each in recordings:
                 print("\n".join(stats_lines(each.stats)) + "\n")
             print(f"{page_file}: open it in a browser\n{trace_file}: open it in Perfetto")
+            if not sampling["do_sample"]:
+                print(f"{out / AGREEMENT}: how the draft did, for hf_specbranch.simulate")
 
 
 def save(recordings: list[Recording], folder: Path) -> tuple[Path, Path]:

@@ -50,8 +50,7 @@ def tune(
     with leaving_cleanly():
         if policy is not None and policy not in POLICIES:
             raise ValueError(f"--policy {policy}: expected one of {', '.join(POLICIES)}")
-        if not out.parent.is_dir():
-            raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}")
+        options.check_file("--out", out)
         options.check_picture(png)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())]
         drawn = random.Random(seed).sample(texts, min(num_prompts, len(texts)))
