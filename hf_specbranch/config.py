@@ -172,14 +172,14 @@ class SpecBranchConfig:
         """
         try:
             settings = json.loads(Path(path).read_text())
+            if not isinstance(settings, dict):
+                raise ValueError("expected a JSON object, as `hf-specbranch tune` writes it")
+            return cls.from_dict(settings)
         except FileNotFoundError:
             hint = f'; for the policy pass {{"policy": "{path}"}}' if str(path) in POLICIES else ""
-            raise ValueError(f"settings {str(path)!r}: there is no such file{hint}") from None
-        except ValueError as error:
-            raise ValueError(f"settings {str(path)!r}: not a JSON file ({error})") from None
-        if not isinstance(settings, dict):
-            raise ValueError(f"settings {str(path)!r}: expected a JSON object, as `hf-specbranch tune` writes it")
-        return cls.from_dict(settings)
+            raise ValueError(f"settings {path}: there is no such file{hint}") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"settings {path}: {error}") from error
 
 
 def _one_of(name: str, given: object, choices: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.runners import graph
+from hf_specbranch.runners import choose, graph
 from hf_specbranch.runners.choose import _is_watched, why_not_captured
 from hf_specbranch.runners.graph import fingerprint, round_up
 from hf_specbranch.runners.probe import mask_maker_for
@@ -33,6 +33,27 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
     assert not any(_is_watched(module) for module in model.modules())
     model.model.layers[0].register_forward_hook(lambda *_: None)
     assert any(_is_watched(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kernels", "half", "single"),
+    [
+        ("graph", "auto", "fused", "plain"),
+        ("graph", False, "plain", "plain"),
+        ("compile", "auto", "compiled, our attention", "compiled"),
+        ("compile", True, "compiled, our attention", "compiled, our attention"),
+        ("compile", False, "compiled", "compiled"),
+    ],
+)
+def test_the_user_decides_whether_our_kernels_run(runtime, kernels, half, single, target, monkeypatch):
+    """On a machine that seems to have a GPU; nothing is captured."""
+    monkeypatch.setattr(choose, "why_not_captured", lambda model: "")
+    monkeypatch.setattr(graph, "why_it_asks", lambda *_: "")
+    for dtype, layers in ((torch.bfloat16, half), (torch.float32, single)):
+        model = copy.deepcopy(target).to(dtype)
+        with choose.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
+            assert runner.layers == layers and runner.runtime == runtime
+        graph.drop(model)
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 2048)])

@@ -378,6 +378,14 @@ def test_the_commands_lead_from_prompts_to_a_measured_head(prompt_file, tmp_path
     assert LengthHead.from_pretrained(head).config.training["measured"]["max_new_tokens"] == 24
 
 
+def test_the_embedded_head_can_be_judged_and_stays_as_it_is():
+    few = ["--draft", "weak", "--max-new-tokens", "6", "--temperatures", "0", "--json"]
+    done = CliRunner().invoke(app, ["head", "eval", "--head", "embedded", *few])
+    assert done.exit_code == 0 and "specbranch + head" in done.stdout
+    done = CliRunner().invoke(app, ["head", "eval", "--head", "embedded", "--into-card", *few])
+    assert "--into-card with --head embedded" in str(done.exception)
+
+
 @pytest.mark.parametrize("command", ["collect", "train", "eval", "push", "search"])
 def test_every_command_explains_itself_with_an_example(command):
     done = CliRunner().invoke(app, ["head", command, "--help"])

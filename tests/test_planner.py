@@ -298,8 +298,10 @@ def test_each_of_the_last_texts_counts_once():
     """However often it was thought over, and though stages were captured in its last rounds."""
     known, plans, texts = planning.Knowledge(), every_plan(), recordings("good")
     for text in texts[:3]:
-        planner = planning.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
+        half = from_token(text, 0, 40)
+        planner = planning.Planner(plans, True, "here", known, None, partial(list, [half]), lambda: 10)
         _, leg = until_chosen(planner, text)
+        planner.agreements = partial(list, [text])
         planner.end(leg, priced(leg, text)._replace(disturbed=True))
     assert known.texts.remember(-1, []) == texts[:3]
     assert sum(stretch.disturbed for stretch in planner.timed.values()) == 0

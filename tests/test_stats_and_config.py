@@ -120,13 +120,14 @@ def test_generation_leaves_gradient_mode_alone(target, draft):
     [
         ("vanilla", None, """there is no such file; for the policy pass {"policy": "vanilla"}"""),
         ("no.json", None, "there is no such file"),
-        ("bad.json", "{", "not a JSON file"),
+        ("bad.json", "{", "Expecting property name"),
         ("list.json", "[1]", "expected a JSON object"),
+        ("other.json", '{"gamma": 3}', "unknown SpecBranchConfig settings ['gamma']"),
     ],
 )
 def test_a_file_of_settings_that_is_none_is_named(name, content, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=re.escape(f"settings {name!r}: {message}")):
+    with pytest.raises(ValueError, match=re.escape(f"settings {name}: {message}")):
         SpecBranchConfig.from_json_file(name)

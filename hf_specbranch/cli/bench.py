@@ -27,8 +27,8 @@ from ..config import RUNTIMES
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
 from ..mixin import specbranch
-from ..plots import check_plots, save_speedup
-from .options import check_file
+from ..plots import save_speedup
+from .options import check_file, check_picture
 from .pair import EMBEDDED, load_pair
 from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, terminable
 
@@ -134,10 +134,9 @@ class Files(NamedTuple):
 
     def check(self) -> None:
         """Refuse what cannot be written, before any work."""
-        for option, path in self._asdict().items():
-            check_file(f"--{option}", path)
-        if self.png is not None:
-            check_plots("--png")
+        check_file("--json", self.json)
+        check_file("--markdown", self.markdown)
+        check_picture(self.png)
 
     def write(self, report: dict[str, Any]) -> None:
         if self.json is not None:

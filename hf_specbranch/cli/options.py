@@ -61,10 +61,7 @@ def read_settings(path: Path) -> SpecBranchConfig:
     """A `SpecBranchConfig` from a JSON file; whatever is wrong with the file is told with its name."""
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: no such file; `hf-specbranch tune --out {path}` writes one")
-    try:
-        return SpecBranchConfig.from_json_file(path)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
+    return SpecBranchConfig.from_json_file(path)
 
 
 def check_file(option: str, path: Path | None) -> None:
