@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ..kernels.angles import angles, angles_reference
 from ..kernels.attention import attend
 from ..kernels.choose import choose
-from ..kernels.gated import gated, gated_reference
-from ..kernels.linear import linear
+from ..kernels.gated import gated, gated_product, gated_reference
+from ..kernels.linear import linear_in_parts
 from ..kernels.norm import rms_norm, rms_norm_reference
 from ..kernels.rotary import Slots, rotary, rotary_reference
 from .limit import copy_bandwidth, timed
@@ -88,7 +88,7 @@ class Pass:
         yield from (self.norm(), self.angles(), self.rotary(), self.attention(), self.gate())
         yield self.product("q, k and v", (self.heads + 2 * self.shared) * self.size, self.hidden)
         yield self.product("attention's output", self.hidden, self.heads * self.size)
-        yield self.product("gate and up", 2 * self.inner, self.hidden)
+        yield self.gated_product()
         yield self.product("down", self.hidden, self.inner)
 
     def random(self, *shape: int) -> Tensor:
@@ -151,12 +151,22 @@ class Pass:
         moved = both.nbytes * 3 // 2
         return Work("gate", lambda _: gated(both, "silu"), lambda _: gated_reference(both, "silu"), moved)
 
+    def gated_product(self) -> Work:
+        weights, rows = _many(lambda: self.random(2 * self.inner, self.hidden)), self.random(self.tokens, self.hidden)
+        plan = choose(weights, self.tokens, gated=True)
+        return Work(
+            f"product with gate ({2 * self.inner}x{self.hidden})",
+            lambda call: gated_product(rows, weights[call % len(weights)], None, "silu", plan),
+            lambda call: gated_reference(functional.linear(rows, weights[call % len(weights)]), "silu"),
+            weights[0].nbytes,
+        )
+
     def product(self, name: str, columns: int, depth: int) -> Work:
         weights, rows = _many(lambda: self.random(columns, depth)), self.random(self.tokens, depth)
         plan = choose(weights, self.tokens)
         return Work(
             f"product, {name} ({columns}x{depth})",
-            lambda call: linear(rows, weights[call % len(weights)], None, plan),
+            lambda call: linear_in_parts(rows, weights[call % len(weights)], None, plan),
             lambda call: functional.linear(rows, weights[call % len(weights)]),
             weights[0].nbytes,
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor
 
 from .backend import runs, triton
-from .linear import MOST_ROWS, PLANS, Plan, linear, measure
+from .gated import gated_product
+from .linear import MOST_ROWS, PLANS, Parts, Plan, fits, linear_in_parts
 from .rehearsal import rehearsing
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ MARGIN = 0.97  # a plan must beat torch by this much: measurements of a few micr
 _CHOSEN: dict[str, Plan | None] = {}
 
 
-def choose(weights: Sequence[Tensor], rows: int) -> Plan | None:
+def choose(weights: Sequence[Tensor], rows: int, gated: bool = False) -> Plan | None:
     """The fastest plan for products with these weights, or None where torch's own is.
 
     The answer is kept in memory and in a JSON file under the Hugging Face cache, so a shape is measured once on each
@@ -34,6 +35,7 @@ def choose(weights: Sequence[Tensor], rows: int) -> Plan | None:
     Args:
         weights: all weights of one shape [N, K]; several of them keep caches from flattering the measurement.
         rows: of x; 1 to 16 share an answer, and so do 17 to 32.
+        gated: for `gated_product`. What it computes can be left to torch and a kernel behind it, too.
 
     Example:
         >>> choose([torch.randn(64, 64)], rows=9) is None  # on the CPU torch does it
@@ -42,20 +44,20 @@ def choose(weights: Sequence[Tensor], rows: int) -> Plan | None:
     weight = weights[0]
     if not weight.is_cuda or not runs(weight) or weight.dtype == torch.float32 or rows > MOST_ROWS:
         return None
-    key = _key(weight, rows)
+    key = _key(weight, rows, gated)
     if key not in _CHOSEN:
         stored = _stored()
         if key in stored:
             _CHOSEN[key] = stored[key]
-        elif (known := _key(weight, rows, versions=False)) in shipped():
+        elif (known := _key(weight, rows, gated, versions=False)) in shipped():
             _CHOSEN[key] = shipped()[known]
         elif torch.cuda.is_current_stream_capturing():
             return None  # nothing can be measured now
         elif rehearsing():
-            _build_all(weight, rows)
+            _build_all(weight, rows, gated)
             return None
         else:
-            _CHOSEN[key] = _fastest(weights, rows)
+            _CHOSEN[key] = _fastest(weights, rows, gated)
             _store(key, _CHOSEN[key])
     return _CHOSEN[key]
 
@@ -71,12 +73,27 @@ def shipped() -> dict[str, Plan | None]:
     return _read(Path(__file__).with_name("products.json"))
 
 
-def _fastest(weights: Sequence[Tensor], rows: int) -> Plan | None:
-    limit = measure(weights, rows, None) * MARGIN
+def _product(x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
+    return linear_in_parts(x, weight, None, plan)
+
+
+def _gated(x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor:
+    return gated_product(x, weight, None, "silu", plan)
+
+
+def _plans(weight: Tensor, rows: int, gated: bool) -> list[Plan]:
+    """Those that can be taken."""
+    x = weight.new_empty((rows, weight.shape[1]))
+    return [plan for plan in PLANS if fits(x, weight, None, plan) and not (gated and plan.splits > 1)]
+
+
+def _fastest(weights: Sequence[Tensor], rows: int, gated: bool) -> Plan | None:
+    product = _gated if gated else _product
+    limit = _seconds(product, weights, rows, None) * MARGIN
     best: Plan | None = None
-    for plan in PLANS:
+    for plan in _plans(weights[0], rows, gated):
         try:
-            seconds = measure(weights, rows, plan)
+            seconds = _seconds(product, weights, rows, plan)
         except Exception as error:  # a plan that this GPU cannot run, for lack of shared memory, say
             logger.debug("%s does not run here: %s", plan, error)
             continue
@@ -85,15 +102,48 @@ def _fastest(weights: Sequence[Tensor], rows: int) -> Plan | None:
     return best
 
 
-def _build_all(weight: Tensor, rows: int) -> None:
+@torch.no_grad()
+def _seconds(
+    product: Callable[[Tensor, Tensor, Plan | None], Tensor | Parts],
+    weights: Sequence[Tensor],
+    rows: int,
+    plan: Plan | None,
+) -> float:
+    """Of one product, with weights taken in turn, so that they come from memory rather than from a cache."""
+    x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
+    calls = min(24, max(8, len(weights)))
+    product(x, weights[0], plan)  # compiled outside the capture
+    stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    times: list[float] = []
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in range(calls):
+                product(x, weights[call % len(weights)], plan)
+        finally:
+            graph.capture_end()
+        for _ in range(4):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    torch.cuda.current_stream(x.device).wait_stream(stream)
+    return min(times) / calls / 1e3
+
+
+def _build_all(weight: Tensor, rows: int, gated: bool) -> None:
     x = weight.new_zeros((rows, weight.shape[1]))
-    for plan in PLANS:
-        linear(x, weight, None, plan)
+    for plan in _plans(weight, rows, gated):
+        (_gated if gated else _product)(x, weight, plan)
 
 
-def _key(weight: Tensor, rows: int, versions: bool = True) -> str:
+def _key(weight: Tensor, rows: int, gated: bool, versions: bool = True) -> str:
     device, dtype = _name(weight.device, versions), str(weight.dtype).removeprefix("torch.")
-    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}"
+    kind = "|gated" if gated else ""
+    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}{kind}"
 
 
 @lru_cache

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .angles import angles
 from .choose import choose
-from .gated import Activation, gated
+from .gated import Activation, gated, gated_product
 from .interface import specbranch_attention
-from .linear import Parts, Plan, linear, linear_in_parts, whole
+from .linear import Parts, Plan, linear, linear_in_parts
 from .norm import NormForm, rms_norm
 from .pieces import layer_done
 from .rotary import HeadNorm, Slots, rotary
@@ -43,9 +43,13 @@ class Shared:
         """The same for whoever reads a layer's attention or mlp."""
         return self.parts(x, weight, bias) if self.adds_parts else self.product(x, weight, bias)
 
-    def _plan(self, x: Tensor, weight: Tensor) -> Plan | None:
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        """act(gate) * up, where W is both."""
+        return gated_product(x, weight, bias, activation, self._plan(x, weight, gated=True))
+
+    def _plan(self, x: Tensor, weight: Tensor, gated: bool = False) -> Plan | None:
         alike = self.weights.get((weight.shape, weight.dtype)) or [weight]
-        return choose(alike, x.numel() // x.shape[-1]) if x.is_cuda else None
+        return choose(alike, x.numel() // x.shape[-1], gated) if x.is_cuda else None
 
     def add_norm(self, x: Tensor | Parts, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and x + residual."""
@@ -97,8 +101,12 @@ class MlpForward:
 
     def __call__(self, x: Tensor) -> Tensor | Parts:
         down: nn.Linear = self.module.down_proj
-        both = one_product(x, self.inputs, self.shared)
-        return self.shared.last_product(gated(both, self.activation), down.weight, down.bias)
+        return self.shared.last_product(self._gated(x), down.weight, down.bias)
+
+    def _gated(self, x: Tensor) -> Tensor:
+        if (both := as_one(self.inputs)) is not None:
+            return self.shared.gated(x, *both, self.activation)
+        return gated(beside_each_other(x, self.inputs, self.shared), self.activation)
 
 
 class AttentionForward:
@@ -121,10 +129,11 @@ class AttentionForward:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor | Parts, None]:
-        query, key, value = self._heads(hidden_states)
         cos, sin = position_embeddings
         layer = self.module.layer_idx
-        if (slots := slots_of(past_key_values, layer)) is not None:
+        slots = slots_of(past_key_values, layer)
+        query, key, value = self._heads(hidden_states, whole=slots is None)
+        if slots is not None:
             query, _ = rotary(query, key, value, cos, sin, self.norm, slots)
             shown = past_key_values.layers[layer].address.shown
             key, value = slots.keys[:, :, :shown], slots.values[:, :, :shown]
@@ -140,14 +149,20 @@ class AttentionForward:
         projection = self.module.o_proj
         return self.shared.last_product(out.flatten(2), projection.weight, projection.bias), None
 
-    def _heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product."""
-        size = self.module.head_dim
-        every = whole(one_product(hidden_states, self.inputs, self.shared))
-        heads = every.view(*every.shape[:2], -1, size).transpose(1, 2)
-        query = self.module.o_proj.in_features // size
-        shared = (heads.shape[1] - query) // 2
-        first, second, third = torch.split(heads, [query, shared, shared], dim=1)
+    def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product, or of its parts, [S, B, H, Q, D]."""
+        product: Tensor | Parts
+        if (every := as_one(self.inputs)) is None:
+            product = beside_each_other(hidden_states, self.inputs, self.shared)
+        elif whole:
+            product = self.shared.product(hidden_states, *every)
+        else:
+            product = self.shared.parts(hidden_states, *every)
+        splits, terms = ((len(product.terms),), product.terms) if isinstance(product, Parts) else ((), product)
+        heads = terms.view(*splits, *hidden_states.shape[:2], -1, self.module.head_dim).transpose(-2, -3)
+        query = self.module.o_proj.in_features // self.module.head_dim
+        shared = (heads.shape[-3] - query) // 2
+        first, second, third = torch.split(heads, [query, shared, shared], dim=-3)
         return first, second, third
 
 
@@ -211,13 +226,16 @@ def mlp_inputs(module: Any) -> Sequence[nn.Linear]:
     return (module.gate_up_proj,) if hasattr(module, "gate_up_proj") else (module.gate_proj, module.up_proj)
 
 
-def one_product(x: Tensor, layers: Sequence[nn.Linear], shared: Shared) -> Tensor | Parts:
-    """What several linear layers make of x, beside each other; in one product if their weights are joined."""
+def as_one(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of several linear layers in one, if they are joined."""
     weight = joined([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joined(biases) if biases else None
-    if weight is not None and (bias is not None) == bool(biases):
-        return shared.parts(x, weight, bias)
+    return None if weight is None or (bias is None) == bool(biases) else (weight, bias)
+
+
+def beside_each_other(x: Tensor, layers: Sequence[nn.Linear], shared: Shared) -> Tensor:
+    """What several linear layers make of x."""
     return torch.cat([shared.product(x, layer.weight, layer.bias) for layer in layers], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""act(gate) * up in one kernel, from one tensor that holds both: SwiGLU and GeGLU."""
+"""act(gate) * up: SwiGLU and GeGLU, in the product that makes gate and up or in a kernel of its own behind it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,44 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, early, runs, start_next, tl, triton, varying, wait_for_last
-from .linear import Parts, added, opened
+from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, varying, wait_for_last
+from .linear import STRIP, Plan, fits, streamed, tile
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024
 
 
-def gated(gate_up: Tensor | Parts, activation: Activation) -> Tensor:
+def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: Plan | None) -> Tensor:
+    """act(x W_gate^T) * (x W_up^T), W being both, one above the other.
+
+    Args:
+        x: [..., K].
+        weight: [2 * I, K], the gate's rows before the up projection's.
+        bias: [2 * I] or None.
+        activation: "silu" or "gelu_tanh".
+        plan: what `choose` said, with the inner dimension in one piece; None leaves the product to torch.
+
+    Returns:
+        [..., I].
+
+    Example:
+        >>> gated_product(torch.randn(3, 64), torch.randn(16, 64), None, "silu", None).shape
+        torch.Size([3, 8])
+    """
+    if plan is None or plan.splits > 1 or not fits(x, weight, bias, plan):
+        return gated(functional.linear(x, weight, bias), activation)
+    flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
+    rows, depth = flat.shape
+    out = flat.new_empty((rows, size))
+    _gated_product_kernel[(triton.cdiv(size, STRIP // 2),)](
+        flat, weight, weight if bias is None else bias, out, rows, size, depth, flat.stride(0), weight.stride(0),
+        BIAS=bias is not None, TANH=activation == "gelu_tanh", **tile(rows), num_warps=4, num_stages=plan.stages,
+        **early(x.device),
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], size)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Multiply the second half of the last dimension by the activated first half.
 
     Args:
@@ -29,21 +59,12 @@ def gated(gate_up: Tensor | Parts, activation: Activation) -> Tensor:
         >>> gated(torch.randn(3, 16), "silu").shape
         torch.Size([3, 8])
     """
-    if not isinstance(gate_up, Parts) and not runs(gate_up):
+    if not runs(gate_up):
         return gated_reference(gate_up, activation)
-    terms, splits = opened(gate_up)
     size = gate_up.shape[-1] // 2
-    out = terms.new_empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
-    rows = out.numel() // size
-    _gated_kernel[(rows, triton.cdiv(size, _BLOCK))](
-        terms,
-        out,
-        rows * 2 * size,
-        size,
-        SPLITS=splits,
-        TANH=activation == "gelu_tanh",
-        BLOCK=_BLOCK,
-        **early(out.device),
+    out = gate_up.new_empty((*gate_up.shape[:-1], size))
+    _gated_kernel[(out.numel() // size, triton.cdiv(size, _BLOCK))](
+        gate_up.contiguous(), out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK, **early(out.device)
     )
     return out
 
@@ -72,24 +93,55 @@ def recognise(activate_module: Any) -> Activation | None:
     return "gelu_tanh" if torch.allclose(got, activate(probe, "gelu_tanh"), atol=1e-6) else None
 
 
-@varying("apart")
-def _gated_kernel(
-    gate_up: Value,
+@varying("rows")
+def _gated_product_kernel(
+    x: Value,
+    weight: Value,
+    bias: Value,
     out: Value,
-    apart: Value,
+    rows: Value,
     size: Value,
-    SPLITS: constexpr,
+    depth: Value,
+    x_row: Value,
+    weight_row: Value,
+    BIAS: constexpr,
     TANH: constexpr,
+    ROWS: constexpr,
+    STRIP: constexpr,
     BLOCK: constexpr,
     EARLY: constexpr,
 ) -> None:
+    start_next(EARLY)
+    HALF: tl.constexpr = STRIP // 2
+    place = tl.arange(0, STRIP)
+    column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may stand over the edge
+    strip = column + place // HALF * size  # half of it the gate's, half the up projection's for the same columns
+    wait_for_last(EARLY)
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK)
+    if BIAS:
+        result += tl.load(bias + strip).to(tl.float32)[:, None]
+    both = result.to(out.dtype.element_ty)
+    gate, up = tl.split(tl.permute(tl.reshape(both, (2, HALF, ROWS)), (1, 2, 0)))
+    row = tl.arange(0, ROWS)[None, :]
+    column = (tl.program_id(0) * HALF + tl.arange(0, HALF))[:, None]
+    tl.store(out + row.to(tl.int64) * size + column, _gate(gate, up, TANH), mask=(row < rows) & (column < size))
+
+
+@varying()
+def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr, EARLY: constexpr) -> None:
     start_next(EARLY)
     wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = added(gate_up + row * 2 * size + column, apart, inside, out.dtype.element_ty, SPLITS)
-    up = added(gate_up + row * 2 * size + size + column, apart, inside, out.dtype.element_ty, SPLITS)
+    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, _gate(gate, up, TANH), mask=inside)
+
+
+@jit
+def _gate(gate: Value, up: Value, TANH: constexpr) -> Value:
+    """act(gate) * up, rounded where separate torch operations round."""
     wide = gate.to(tl.float32)
     # Both activations are x * sigmoid(z): 1 + tanh(y) = 2 sigmoid(2y), so GELU's z is 2 sqrt(2/pi) (x + 0.044715 x^3).
     if TANH:
@@ -97,4 +149,4 @@ def _gated_kernel(
     else:
         steep = wide
     active = (wide / (1.0 + tl.exp(-steep))).to(gate.dtype)
-    tl.store(out + row * size + column, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -3,7 +3,8 @@
     x -> x * cos + rotate_half(x) * sin
 
 over the first R dimensions of a head, the halves being [0, R/2) and [R/2, R). Models that pair neighbouring
-dimensions instead are not served. Where a model normalises each head of q and k first, that happens here too.
+dimensions instead are not served. Where a model normalises each head of q and k first, that happens here too, and so
+does the sum where the product that made them is in parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_for_last
+from .linear import added
 from .norm import PLAIN, NormForm, rms_norm_reference
 from .rehearsal import rehearsing
 
@@ -47,9 +49,9 @@ def rotary(
     """Rotate queries and keys.
 
     Args:
-        query: [B, Hq, Q, D], of any strides whose last is 1.
-        key: [B, Hkv, Q, D].
-        value: [B, Hkv, Q, D], needed with `slots` only.
+        query: [B, Hq, Q, D], of any strides whose last is 1; or [S, B, Hq, Q, D], float32, parts to be added first.
+        key: [B, Hkv, Q, D], or parts of the same product.
+        value: likewise, needed with `slots` only.
         cos: [B or 1, Q, R], R at most D and even; what is beyond R passes unrotated.
         sin: likewise.
         norm: normalise heads first.
@@ -60,27 +62,29 @@ def rotary(
     """
     if not _fits(query, key, value, cos, sin, norm, slots):
         return _rotary_in_steps(query, key, value, cos, sin, norm, slots)
-    rows, heads, tokens, size = query.shape
-    out = query.new_empty((rows, heads, tokens, size))
+    rows, heads, tokens, size = query.shape[-4:]
+    shared = key.shape[-3]
+    out = cos.new_empty((rows, heads, tokens, size))
     if slots is None:
-        keys = key.new_empty((rows, key.shape[1], tokens, size))
+        keys = cos.new_empty((rows, shared, tokens, size))
         values = index = value = keys
-        programs = heads + key.shape[1]
+        programs = heads + shared
     else:
         assert value is not None
         keys, values, index = slots
-        programs = heads + 2 * key.shape[1]
+        programs = heads + 2 * shared
+    splits, apart = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
     half = cos.shape[-1] // 2
     block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
     _rotary_kernel[(rows * tokens, programs)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
-        tokens, heads, key.shape[1], size, half,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+        tokens, heads, shared, size, half, apart,
+        *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
-        SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
+        SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
         **early(query.device),
     )  # fmt: skip
     return out, None if slots is not None else keys
@@ -105,6 +109,9 @@ def _rotary_in_steps(
     norm: HeadNorm | None,
     slots: Slots | None,
 ) -> tuple[Tensor, Tensor | None]:
+    if query.dim() == 5:
+        query, key = (terms.sum(0).to(cos.dtype) for terms in (query, key))
+        value = None if value is None else value.sum(0).to(cos.dtype)
     if norm is not None:
         query, _ = rms_norm_reference(query, norm.query, norm.eps, form=norm.form)
         key, _ = rms_norm_reference(key, norm.key, norm.eps, form=norm.form)
@@ -129,7 +136,7 @@ def _fits(
     norm: HeadNorm | None,
     slots: Slots | None,
 ) -> bool:
-    used = [query, key, value, cos, sin]
+    used = [cos, sin] if query.dim() == 5 else [query, key, value, cos, sin]
     if norm is not None:
         used += [norm.query, norm.key]
     if slots is not None:
@@ -140,8 +147,8 @@ def _fits(
 
 
 @varying(
-    "tokens", "heads", "key_heads", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row", "sin_token",
-    "out_row", "out_head", "keys_row", "values_row", "index_row",
+    "tokens", "heads", "key_heads", "apart", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
+    "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
 )  # fmt: skip
 def _rotary_kernel(
     query: Value,
@@ -161,6 +168,7 @@ def _rotary_kernel(
     key_heads: Value,
     size: Value,
     half: Value,
+    apart: Value,
     query_row: Value,
     query_head: Value,
     query_token: Value,
@@ -187,6 +195,7 @@ def _rotary_kernel(
     NORM: constexpr,
     OFFSET: constexpr,
     WIDE: constexpr,
+    SPLITS: constexpr,
     SCATTER: constexpr,
     BLOCK: constexpr,
     REST: constexpr,
@@ -217,11 +226,11 @@ def _rotary_kernel(
     low = tl.arange(0, BLOCK)
     inside = low < half
     rest = 2 * half + tl.arange(0, REST)
-    first = tl.load(source + low, mask=inside, other=0.0)
-    second = tl.load(source + half + low, mask=inside, other=0.0)
-    dtype = first.dtype
+    dtype = out.dtype.element_ty
+    first = added(source + low, apart, inside, dtype, SPLITS)
+    second = added(source + half + low, apart, inside, dtype, SPLITS)
     if PARTIAL:
-        beyond = tl.load(source + rest, mask=rest < size, other=0.0)
+        beyond = added(source + rest, apart, rest < size, dtype, SPLITS)
     if program < heads + key_heads:
         if NORM:
             one, two = first.to(tl.float32), second.to(tl.float32)
