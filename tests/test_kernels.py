@@ -24,12 +24,13 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
 from hf_specbranch.kernels import fuse, fused, register
+from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
-from hf_specbranch.kernels.gated import gated, gated_reference, recognise
-from hf_specbranch.kernels.linear import PLANS, Parts, Plan, fits, linear, linear_reference
+from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
+from hf_specbranch.kernels.linear import BLOCK, PLANS, Parts, Plan, fits, linear, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
 from hf_specbranch.kernels.pieces import cutting
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
@@ -94,6 +95,19 @@ def test_kernel_gated(dtype, seed, rows, size, activation):
     assert_close(gated(gate_up, activation), gated_reference(gate_up, activation))
 
 
+@on_kernels
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([128, 640]),
+       st.booleans(), st.sampled_from(["silu", "gelu_tanh"]), st.sampled_from(PLANS))  # fmt: skip
+def test_kernel_gated_product(dtype, seed, rows, size, depth, biased, activation, plan):
+    """A plan that splits is left to torch: there is no sum to activate."""
+    torch.manual_seed(seed)
+    x, weight = randn(rows, depth, dtype=dtype), 3 * randn(2 * size, depth, dtype=dtype) / depth**0.5
+    bias = randn(2 * size, dtype=dtype) if biased else None
+    expected = gated_reference(linear_reference(x, weight, bias), activation)
+    assert_close(gated_product(x, weight, bias, activation, plan), expected)
+    assert_close(gated_product(x, weight, bias, activation, None), expected)
+
+
 def in_parts(shape, splits, dtype):
     """A product that was split, and what it is."""
     parts = Parts(randn(splits, math.prod(shape[:-1]), shape[-1]), torch.Size(shape), dtype)
@@ -114,8 +128,31 @@ def test_kernels_add_the_parts_of_a_product(dtype, seed, rows, columns, splits, 
         rms_norm(parts, weight, 1e-6, residual, form), rms_norm(total, weight, 1e-6, residual, form)
     ):
         assert torch.equal(got, expected)
-    parts, total = in_parts((rows, 2 * columns), splits, dtype)
-    assert torch.equal(gated(parts, "silu"), gated(total, "silu"))
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 2), st.integers(1, 5), st.sampled_from([(16, 16), (80, 32)]),
+       st.sampled_from([2, 8]), st.sampled_from([None, *FORMS]), st.booleans())  # fmt: skip
+def test_kernel_rotary_adds_parts(dtype, seed, rows, tokens, sizes, splits, form, odd):
+    torch.manual_seed(seed)
+    size, turned = sizes
+    parts, total = in_parts((rows, tokens, 6 * size), splits, dtype)
+    angle = randn(1, tokens, turned)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(torch.float64 if odd else dtype)  # which the kernel cannot take
+    norm = None if form is None else HeadNorm(randn(size, dtype=dtype), randn(size, dtype=dtype), 1e-6, form)
+    places = torch.arange(tokens, device=DEVICE).flip(0).expand(rows, -1)
+    results = []
+    for product in (parts.terms.view(splits, rows, tokens, 6, size), total.view(rows, tokens, 6, size)):
+        cache = [torch.zeros((rows, 2, 9, size), dtype=dtype, device=DEVICE) for _ in range(2)]
+        heads = product.transpose(-2, -3).split([2, 2, 2], dim=-3)
+        query, none = rotary(*heads, cos, sin, norm, Slots(*cache, places))
+        assert none is None
+        results.append((query, *cache))
+    for got, expected in zip(*results, strict=True):
+        if odd:
+            assert_close(got.to(dtype), expected.to(dtype))
+        else:
+            assert torch.equal(got, expected)
 
 
 @on_kernels
@@ -183,7 +220,7 @@ def test_kernel_attention(dtype, seed, rows, heads, queries, slots, size, kind, 
 
 
 @on_kernels
-@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([512, 1536]),
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([1024, 1536]),
        st.booleans(), st.sampled_from(PLANS))  # fmt: skip
 def test_kernel_linear(dtype, seed, rows, columns, depth, biased, plan):
     torch.manual_seed(seed)
@@ -226,6 +263,7 @@ def test_kernel_writes_stay_inside_their_tensors(guards, queries):
     gated(x[:, :74], "silu")
     for plan in PLANS:
         linear(x, randn(70, 1024, dtype=dtype), None, plan)
+        gated_product(x, randn(70, 1024, dtype=dtype), None, "silu", plan)
     arena = torch.full((2, 1 + 2 * 33 + 1, 2, 64), 77.0, dtype=dtype, device=DEVICE)  # keys and values between guards
     query, key = randn(1, 4, queries, 64, dtype=dtype), randn(1, 2, queries, 64, dtype=dtype)
     cache = [whole[1:-1].reshape(1, 2, 66, 64) for whole in arena]
@@ -351,13 +389,18 @@ def test_a_fused_model_adds_up_split_products(family, monkeypatch):
     fuse(model)
     expected, asked = logits_over_branches(model, fused, DEVICE), []
 
-    def split(shared, x, weight):
-        asked.append(shared.adds_parts)
-        return Plan(16, 16, 2, 1, 2)
+    def split(shared, x, weight, gated=False):
+        asked.append((shared.adds_parts, gated))
+        plan = Plan(splits=1 if gated else 2, stages=2)
+        assert fits(x, weight, None, plan)
+        return plan
 
+    monkeypatch.setattr(products, "BLOCK", 16)  # these models are small
     monkeypatch.setattr(Shared, "_plan", split)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
-    assert any(asked) == (family not in ("gemma2", "gemma3"))  # whose norms stand before the sum
+    adds_parts, gated = map(any, zip(*asked))
+    assert adds_parts == (family not in ("gemma2", "gemma3"))  # whose norms stand before the sum
+    assert gated
 
 
 @pytest.mark.compat
@@ -645,10 +688,11 @@ def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monke
 def test_choices_that_come_with_the_package_are_plans_that_fit():
     assert choosing.shipped()
     for name, plan in choosing.shipped().items():
-        gpu, dtype, rows, shape = name.split("|")
+        gpu, dtype, rows, shape, *gated = name.split("|")
         columns, depth = map(int, shape.split("x"))
-        assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0
-        assert plan is None or (plan in PLANS and depth % plan.depth == 0 and depth // plan.depth >= plan.splits)
+        assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0 and gated in ([], ["gated"])
+        assert plan is None or (plan in PLANS and depth % BLOCK == 0 and depth // BLOCK >= plan.splits)
+        assert plan is None or not gated or plan.splits == 1
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="under the interpreter only")

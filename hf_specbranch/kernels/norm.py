@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
-from .linear import Parts, added, opened
+from .linear import MOST_ROWS, Parts, added, opened
 
 
 class NormForm(NamedTuple):
@@ -56,10 +56,11 @@ def rms_norm(
     else:
         residual, total = residual.contiguous(), torch.empty_like(out)
     block = power_of_two(columns)
+    share = 128 if rows <= MOST_ROWS else 512  # elements for a warp: few rows are in a hurry, many fill the GPU anyway
     _norm_kernel[(rows,)](
         terms, residual, weight, out, total, rows * columns, columns, eps,
         SPLITS=splits, ADD=total is not terms, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)), **early(out.device),
+        num_warps=min(32, max(1, block // share)), **early(out.device),
     )  # fmt: skip
     return out, total
 
