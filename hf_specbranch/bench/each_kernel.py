@@ -153,7 +153,7 @@ class Pass:
 
     def gated_product(self) -> Work:
         weights, rows = _many(lambda: self.random(2 * self.inner, self.hidden)), self.random(self.tokens, self.hidden)
-        plan = choose(weights, self.tokens, gated=True)
+        plan = choose(weights, self.tokens, "gated")
         return Work(
             f"product with gate ({2 * self.inner}x{self.hidden})",
             lambda call: gated_product(rows, weights[call % len(weights)], None, "silu", plan),
@@ -163,7 +163,7 @@ class Pass:
 
     def product(self, name: str, columns: int, depth: int) -> Work:
         weights, rows = _many(lambda: self.random(columns, depth)), self.random(self.tokens, depth)
-        plan = choose(weights, self.tokens)
+        plan = choose(weights, self.tokens, "in parts")
         return Work(
             f"product, {name} ({columns}x{depth})",
             lambda call: linear_in_parts(rows, weights[call % len(weights)], None, plan),

@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.constants import HF_HOME
@@ -23,10 +25,13 @@ from .rehearsal import rehearsing
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.97  # a plan must beat torch by this much: measurements of a few microseconds scatter
+MODEST = 3  # stages: a program of six takes more than half of the memory of a multiprocessor
+Kind = Literal["in parts", "whole", "gated"]  # of products: see `linear_in_parts`, `linear`, `gated_product`
 _CHOSEN: dict[str, Plan | None] = {}
+_leaves_room: ContextVar[bool] = ContextVar("leaves_room", default=False)
 
 
-def choose(weights: Sequence[Tensor], rows: int, gated: bool = False) -> Plan | None:
+def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
     """The fastest plan for products with these weights, or None where torch's own is.
 
     The answer is kept in memory and in a JSON file under the Hugging Face cache, so a shape is measured once on each
@@ -35,31 +40,45 @@ def choose(weights: Sequence[Tensor], rows: int, gated: bool = False) -> Plan | 
     Args:
         weights: all weights of one shape [N, K]; several of them keep caches from flattering the measurement.
         rows: of x; 1 to 16 share an answer, and so do 17 to 32.
-        gated: for `gated_product`. What it computes can be left to torch and a kernel behind it, too.
+        kind: what the product is for.
 
     Example:
-        >>> choose([torch.randn(64, 64)], rows=9) is None  # on the CPU torch does it
+        >>> choose([torch.randn(64, 64)], rows=9, kind="whole") is None  # on the CPU torch does it
         True
     """
     weight = weights[0]
     if not weight.is_cuda or not runs(weight) or weight.dtype == torch.float32 or rows > MOST_ROWS:
         return None
-    key = _key(weight, rows, gated)
+    key = _key(weight, rows, kind)
     if key not in _CHOSEN:
         stored = _stored()
         if key in stored:
             _CHOSEN[key] = stored[key]
-        elif (known := _key(weight, rows, gated, versions=False)) in shipped():
+        elif (known := _key(weight, rows, kind, versions=False)) in shipped():
             _CHOSEN[key] = shipped()[known]
         elif torch.cuda.is_current_stream_capturing():
             return None  # nothing can be measured now
         elif rehearsing():
-            _build_all(weight, rows, gated)
+            _build_all(weight, rows, kind)
             return None
         else:
-            _CHOSEN[key] = _fastest(weights, rows, gated)
+            _CHOSEN[key] = _fastest(weights, rows, kind)
             _store(key, _CHOSEN[key])
-    return _CHOSEN[key]
+    plan = _CHOSEN[key]
+    return plan._replace(stages=min(plan.stages, MODEST)) if plan is not None and _leaves_room.get() else plan
+
+
+@contextmanager
+def leaving_room() -> Iterator[None]:
+    """Choose products that can share a multiprocessor with others: what is chosen meanwhile runs beside another model.
+
+    The fastest alone are not the fastest then: programs of one model wait for memory that the other's hold.
+    """
+    before = _leaves_room.set(True)
+    try:
+        yield
+    finally:
+        _leaves_room.reset(before)
 
 
 def cache_file() -> Path:
@@ -73,25 +92,24 @@ def shipped() -> dict[str, Plan | None]:
     return _read(Path(__file__).with_name("products.json"))
 
 
-def _product(x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
+def _product(kind: Kind, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
+    """What is measured."""
+    if kind == "gated":  # torch's needs a kernel behind it
+        return gated_product(x, weight, None, "silu", plan)
     return linear_in_parts(x, weight, None, plan)
 
 
-def _gated(x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor:
-    return gated_product(x, weight, None, "silu", plan)
-
-
-def _plans(weight: Tensor, rows: int, gated: bool) -> list[Plan]:
+def _plans(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
     """Those that can be taken."""
     x = weight.new_empty((rows, weight.shape[1]))
-    return [plan for plan in PLANS if fits(x, weight, None, plan) and not (gated and plan.splits > 1)]
+    return [plan for plan in PLANS if fits(x, weight, None, plan) and (plan.splits == 1 or kind == "in parts")]
 
 
-def _fastest(weights: Sequence[Tensor], rows: int, gated: bool) -> Plan | None:
-    product = _gated if gated else _product
+def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
+    product = partial(_product, kind)
     limit = _seconds(product, weights, rows, None) * MARGIN
     best: Plan | None = None
-    for plan in _plans(weights[0], rows, gated):
+    for plan in _plans(weights[0], rows, kind):
         try:
             seconds = _seconds(product, weights, rows, plan)
         except Exception as error:  # a plan that this GPU cannot run, for lack of shared memory, say
@@ -134,16 +152,15 @@ def _seconds(
     return min(times) / calls / 1e3
 
 
-def _build_all(weight: Tensor, rows: int, gated: bool) -> None:
+def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
     x = weight.new_zeros((rows, weight.shape[1]))
-    for plan in _plans(weight, rows, gated):
-        (_gated if gated else _product)(x, weight, plan)
+    for plan in _plans(weight, rows, kind):
+        _product(kind, x, weight, plan)
 
 
-def _key(weight: Tensor, rows: int, gated: bool, versions: bool = True) -> str:
+def _key(weight: Tensor, rows: int, kind: Kind, versions: bool = True) -> str:
     device, dtype = _name(weight.device, versions), str(weight.dtype).removeprefix("torch.")
-    kind = "|gated" if gated else ""
-    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}{kind}"
+    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
 
 
 @lru_cache

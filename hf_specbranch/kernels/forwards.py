@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .angles import angles
-from .choose import choose
+from .choose import Kind, choose
 from .gated import Activation, gated, gated_product
 from .interface import specbranch_attention
 from .linear import Parts, Plan, linear, linear_in_parts
@@ -33,11 +33,11 @@ class Shared:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias in the fastest known way."""
-        return linear(x, weight, bias, self._plan(x, weight))
+        return linear(x, weight, bias, self._plan(x, weight, "whole"))
 
     def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
         """The same for a kernel that can add parts."""
-        return linear_in_parts(x, weight, bias, self._plan(x, weight))
+        return linear_in_parts(x, weight, bias, self._plan(x, weight, "in parts"))
 
     def last_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Parts:
         """The same for whoever reads a layer's attention or mlp."""
@@ -45,11 +45,11 @@ class Shared:
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         """act(gate) * up, where W is both."""
-        return gated_product(x, weight, bias, activation, self._plan(x, weight, gated=True))
+        return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
 
-    def _plan(self, x: Tensor, weight: Tensor, gated: bool = False) -> Plan | None:
+    def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
         alike = self.weights.get((weight.shape, weight.dtype)) or [weight]
-        return choose(alike, x.numel() // x.shape[-1], gated) if x.is_cuda else None
+        return choose(alike, x.numel() // x.shape[-1], kind) if x.is_cuda else None
 
     def add_norm(self, x: Tensor | Parts, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
         """norm(x + residual) and x + residual."""

@@ -1,9 +1,9 @@
 """y = x W^T for a few rows of x, where the time is that of reading W once.
 
 Libraries tile such products for many rows and leave bandwidth unused. Here each program streams a strip of W through
-tensor cores; where strips alone are too few programs to fill the GPU, the inner dimension is split as well, and the
-kernel that reads the result adds the parts, or one of its own. Which is faster depends on the shape and the GPU, so it
-is measured, once.
+tensor cores; where strips alone are too few programs to fill the GPU, the inner dimension is split as well, if the
+kernel that reads the result can add the parts. Which is faster depends on the shape and the GPU, so it is measured,
+once.
 """
 
 from __future__ import annotations
@@ -40,20 +40,6 @@ class Parts(NamedTuple):
     shape: torch.Size  # of the product
     dtype: torch.dtype
 
-    def sum(self) -> Tensor:
-        """The product."""
-        splits, rows, columns = self.terms.shape
-        out = self.terms.new_empty(self.shape, dtype=self.dtype)
-        _sum_kernel[(rows, triton.cdiv(columns, 512))](
-            self.terms, out, rows, columns, SPLITS=splits, BLOCK=512, num_warps=1, **early(out.device)
-        )
-        return out
-
-
-def whole(product: Tensor | Parts) -> Tensor:
-    """The product, added up if need be."""
-    return product.sum() if isinstance(product, Parts) else product
-
 
 def opened(product: Tensor | Parts) -> tuple[Tensor, int]:
     """What a kernel that can add is given, and how many parts that is."""
@@ -67,7 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) ->
         x: [..., K].
         weight: [N, K].
         bias: [N] or None.
-        plan: what `choose` said; None leaves it to torch.
+        plan: what `choose` said, with the inner dimension in one piece; None leaves it to torch.
 
     Returns:
         [..., N].
@@ -76,7 +62,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) ->
         >>> linear(torch.randn(3, 64), torch.randn(8, 64), None, None).shape
         torch.Size([3, 8])
     """
-    return whole(linear_in_parts(x, weight, bias, plan))
+    product = linear_in_parts(x, weight, bias, plan)
+    assert not isinstance(product, Parts)
+    return product
 
 
 def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor | Parts:
@@ -182,19 +170,6 @@ def streamed(
         left += BLOCK
         right += BLOCK
     return result
-
-
-@varying("rows")
-def _sum_kernel(
-    parts: Value, out: Value, rows: Value, columns: Value, SPLITS: constexpr, BLOCK: constexpr, EARLY: constexpr
-) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    result = added(parts + row * columns + column, rows * columns, inside, out.dtype.element_ty, SPLITS)
-    tl.store(out + row * columns + column, result, mask=inside)
 
 
 @jit
