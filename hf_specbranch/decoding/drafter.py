@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.choose import leaving_room
 from ..runners.desk import Desk
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
@@ -145,8 +144,7 @@ class Drafter:
             self.stats.draft_forwards += 1 + self.depth
             self.stats.draft_positions += 1 + self.depth * (1 + self.siblings.most)
         shown = self._shown(reached)
-        with leaving_room():  # for the target's pass
-            self.desk.run(("branch", shown), lambda: self._branch(shown), self.in_kernels)
+        self.desk.run(("branch", shown), lambda: self._branch(shown), self.in_kernels)
         return Branches(self.branch_tokens, self.branch_at, self.branch_scores, self.following)
 
     def drafted(self) -> Tensor:

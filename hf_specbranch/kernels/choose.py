@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +23,8 @@ from .rehearsal import rehearsing
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.97  # a plan must beat torch by this much: measurements of a few microseconds scatter
-MODEST = 3  # stages: a program of six takes more than half of the memory of a multiprocessor
 Kind = Literal["in parts", "whole", "gated"]  # of products: see `linear_in_parts`, `linear`, `gated_product`
 _CHOSEN: dict[str, Plan | None] = {}
-_leaves_room: ContextVar[bool] = ContextVar("leaves_room", default=False)
 
 
 def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
@@ -64,21 +60,7 @@ def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
         else:
             _CHOSEN[key] = _fastest(weights, rows, kind)
             _store(key, _CHOSEN[key])
-    plan = _CHOSEN[key]
-    return plan._replace(stages=min(plan.stages, MODEST)) if plan is not None and _leaves_room.get() else plan
-
-
-@contextmanager
-def leaving_room() -> Iterator[None]:
-    """Choose products that can share a multiprocessor with others: what is chosen meanwhile runs beside another model.
-
-    The fastest alone are not the fastest then: programs of one model wait for memory that the other's hold.
-    """
-    before = _leaves_room.set(True)
-    try:
-        yield
-    finally:
-        _leaves_room.reset(before)
+    return _CHOSEN[key]
 
 
 def cache_file() -> Path:
