@@ -79,7 +79,7 @@ def linear_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan |
     target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
     _product_kernel[(triton.cdiv(columns, STRIP), plan.splits)](
         flat, weight, weight if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
-        BIAS=bias is not None, SPLITS=plan.splits, **tile(rows), num_warps=4, num_stages=plan.stages, **early(x.device),
+        BIAS=bias is not None, **tile(rows), num_warps=4, num_stages=plan.stages, **early(x.device),
     )  # fmt: skip
     return target.view(shape) if plan.splits == 1 else Parts(target, shape, x.dtype)
 
@@ -119,7 +119,6 @@ def _product_kernel(
     x_row: Value,
     weight_row: Value,
     BIAS: constexpr,
-    SPLITS: constexpr,
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
@@ -127,9 +126,9 @@ def _product_kernel(
 ) -> None:
     start_next(EARLY)
     column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
-    split = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     steps = depth // BLOCK
-    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last may stand over the edge
     wait_for_last(EARLY)
     result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK)
