@@ -43,7 +43,7 @@ def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
         True
     """
     weight = weights[0]
-    if not weight.is_cuda or not runs(weight) or weight.dtype == torch.float32 or rows > MOST_ROWS:
+    if not weight.is_cuda or not runs(weight) or weight.dtype == torch.float32 or not 0 < rows <= MOST_ROWS:
         return None
     key = _key(weight, rows, kind)
     if key not in _CHOSEN:

@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 # Over 106 shapes of models from 68M to 70B on an H200, the fastest of these is within 1%, on average, of the fastest
-# of 40 that also had other strips, blocks, stages and numbers of warps. Each is compiled where it is tried.
+# of all that were tried, with other strips, blocks, stages and numbers of warps (docs/benchmarks.md).
 PLANS = tuple(Plan(splits, stages) for splits in (1, 2, 4, 8) for stages in (3, 4, 6))
 
 
@@ -39,6 +39,10 @@ class Parts(NamedTuple):
     terms: Tensor  # [S, rows, N] of float32
     shape: torch.Size  # of the product
     dtype: torch.dtype
+
+    def sum(self) -> Tensor:
+        """The product, where the reader's kernel cannot take it."""
+        return self.terms.sum(0).to(self.dtype).view(self.shape)
 
 
 def opened(product: Tensor | Parts) -> tuple[Tensor, int]:

@@ -32,7 +32,7 @@ def rms_norm(
     """Add the residual, if any, and normalise over the last dimension.
 
     Args:
-        x: [..., N]; in parts only with a residual.
+        x: [..., N].
         weight: [N].
         eps: added to the mean square.
         residual: [..., N], added to `x` first.
@@ -45,6 +45,8 @@ def rms_norm(
         >>> x, weight = torch.randn(2, 8), torch.ones(8)
         >>> out, total = rms_norm(x, weight, 1e-6, residual=torch.randn(2, 8))
     """
+    if isinstance(x, Parts) and not (residual is not None and x.dtype == weight.dtype == residual.dtype):
+        x = x.sum()
     if not isinstance(x, Parts) and not runs(x, weight, residual):
         return rms_norm_reference(x, weight, eps, residual, form)
     terms, splits = opened(x)

@@ -67,7 +67,8 @@ def rotary(
     out = cos.new_empty((rows, heads, tokens, size))
     if slots is None:
         keys = cos.new_empty((rows, shared, tokens, size))
-        values = index = value = keys
+        values = index = keys
+        value = key
         programs = heads + shared
     else:
         assert value is not None
