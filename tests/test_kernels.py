@@ -79,6 +79,8 @@ seeds = st.integers(0, 99)
 
 @on_kernels
 @given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from(FORMS), st.booleans())
+@example(torch.float16, 0, 20, 700, PLAIN, True)  # many rows, and long ones: other numbers of warps
+@example(torch.float16, 0, 1, 4608, PLAIN, True)
 def test_kernel_norm(dtype, seed, rows, columns, form, added):
     torch.manual_seed(seed)
     x, weight = randn(rows, 2, columns, dtype=dtype), randn(columns, dtype=dtype)
@@ -108,14 +110,6 @@ def test_kernel_gated_product(dtype, seed, rows, size, depth, biased, activation
     expected = gated_reference(linear_reference(x, weight, bias), activation)
     assert fits(x, weight, bias, Plan(1, stages))
     assert_close(gated_product(x, weight, bias, activation, Plan(1, stages)), expected)
-
-
-@pytest.mark.parametrize("plan", [None, Plan(2, 4)])
-def test_a_gated_product_that_would_be_split_is_left_to_torch(plan):
-    """There is no sum to activate."""
-    x, weight = randn(3, 256), randn(20, 256)
-    expected = gated_reference(torch.nn.functional.linear(x, weight), "silu")
-    torch.testing.assert_close(gated_product(x, weight, None, "silu", plan), expected)
 
 
 def in_parts(shape, splits, dtype):
@@ -700,8 +694,9 @@ def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monke
     choosing._store("a", PLANS[0])
     choosing._store("b", None)
     assert choosing._stored() == {"a": PLANS[0], "b": None}
-    choosing.cache_file().write_text("{")
-    assert choosing._stored() == {}
+    for broken in ("{", '{"a": [64, 128, 2, 4, 6]}'):  # the second: as an older version left it
+        choosing.cache_file().write_text(broken)
+        assert choosing._stored() == {}
     assert choosing.choose([torch.randn(8, 8)], 1, "whole") is None
 
 

@@ -31,7 +31,7 @@ def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
     """The fastest plan for products with these weights, or None where torch's own is.
 
     The answer is kept in memory and in a JSON file under the Hugging Face cache, so a shape is measured once on each
-    kind of GPU. Some answers come with the package: to measure one takes a compilation of every plan.
+    kind of GPU. Some answers come with the package: to measure one takes several compilations.
 
     Args:
         weights: all weights of one shape [N, K]; several of them keep caches from flattering the measurement.

@@ -32,7 +32,7 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Ac
         >>> gated_product(torch.randn(3, 64), torch.randn(16, 64), None, "silu", None).shape
         torch.Size([3, 8])
     """
-    if plan is None or plan.splits > 1 or not fits(x, weight, bias, plan):
+    if plan is None or not fits(x, weight, bias, plan):
         return gated(functional.linear(x, weight, bias), activation)
     flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
     rows, depth = flat.shape
