@@ -55,6 +55,7 @@ def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
     assert 0.05 < (torch.cat(watched.said) == 0).float().mean() < 0.95
 
 
+@pytest.mark.slow
 def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
     """Discarding drawn tokens by what was seen of them, and drawing anew, is biased; the test must see it."""
     honest, head = drafter_module.Drafter._cut, balanced_head("drafted tokens alone")

@@ -47,6 +47,7 @@ def test_runners_up_leave_the_distribution_alone(drafting, policy, outcomes):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=15_000)
 
 
+@pytest.mark.slow
 def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
     honest = judge_module.Judge.look_further
 
@@ -151,6 +152,7 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.slow
 def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting):
     honest = judge_module.Judge.verdict
 
@@ -167,6 +169,7 @@ def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
+@pytest.mark.slow
 def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkeypatch):
     honest = drafter_module.Drafter._draft_stage
 
@@ -181,6 +184,7 @@ def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkey
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
 
 
+@pytest.mark.slow
 def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
     """What a cut must not do: throw drawn tokens away because of what was drawn, and draw anew."""
     honest = drafter_module.Drafter._cut
