@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 
     print(f"The embedded pair, draft '{args.draft}', policy '{args.policies[-1]}':\n")
     model.generate(**inputs, **ways[args.policies[-1]], do_sample=False, streamer=TextStreamer(tokenizer))
-    for _ in range(2 if "auto" in ways else 0):  # which it measures in
+    for _ in range(2 if "auto" in ways else 0):  # it measures in its first texts
         model.generate(**inputs, **ways["auto"], do_sample=False)
     speeds, outputs = dict.fromkeys(ways, 0.0), {}
     for _ in range(args.repeats):  # in turns, so that a busy moment of the machine hits all ways alike

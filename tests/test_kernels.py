@@ -238,7 +238,7 @@ def test_kernel_linear(dtype, seed, rows, columns, depth, biased, plan):
     product, expected = linear_in_parts(x, weight, bias, plan), linear_reference(x, weight, bias)
     if plan.splits > 1:
         assert isinstance(product, Parts) and product.shape == expected.shape and product.dtype == dtype
-        product = product.terms.sum(0).to(dtype)
+        product = product.sum()
     assert_close(product, expected)
     if plan.splits == 1:
         assert torch.equal(linear(x, weight, bias, plan), product)
@@ -754,11 +754,16 @@ def test_a_fused_forward_is_captured_and_sees_what_is_visible_at_each_replay():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.gpu
-def test_the_faster_product_is_chosen_once(tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_chosen(tmp_path, monkeypatch):
+    """No product has been chosen, here or elsewhere."""
     monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
     monkeypatch.setattr(choosing, "_CHOSEN", {})
     monkeypatch.setattr(choosing, "shipped", dict)
+
+
+@pytest.mark.gpu
+def test_the_faster_product_is_chosen_once(nothing_chosen, monkeypatch):
     weights = [torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     plan = choosing.choose(weights, 9, "in parts")
     assert list(choosing._stored().values()) == [plan]
@@ -768,10 +773,7 @@ def test_the_faster_product_is_chosen_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_product_with_its_gate_is_chosen_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
-    monkeypatch.setattr(choosing, "_CHOSEN", {})
-    monkeypatch.setattr(choosing, "shipped", dict)
+def test_a_product_with_its_gate_is_chosen_too(nothing_chosen):
     weights = [torch.randn((6144, 768), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     plan = choosing.choose(weights, 9, "gated")
     assert plan is None or plan.splits == 1
