@@ -1,5 +1,6 @@
 """A rehearsal launches nothing and leaves no trace. What it builds is seen on a GPU only (test_gpu.py)."""
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
 from hf_specbranch.kernels.fuse import _RECIPES
-from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, _rehearsal, rehearsing, room
+from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, _rehearsal, rehearse_aside, rehearsing, room
 from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.runners.probe import mask_maker_for
 
@@ -84,6 +85,24 @@ def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch
         ["hf_specbranch builds its GPU kernels: some seconds, once on this machine"] if cold else []
     )
     assert len(met) == (8 if cold else 2)
+
+
+def test_one_rehearsal_of_a_process_goes_on_aside_and_the_others_wait_for_it(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_cold", [])
+    monkeypatch.setattr(rehearsal, "_aside", [])
+    order, may_end = [], threading.Event()
+
+    def stage():
+        order.append(("aside begins", rehearsing()))
+        assert may_end.wait(10)
+        order.append("aside ends")
+
+    for _ in range(2):  # the second is one too many
+        rehearse_aside(stage, GPU)
+    assert not rehearsing()  # here: that is a matter of each thread
+    threading.Timer(0.1, may_end.set).start()
+    rehearse(lambda: order.append("another"), GPU)
+    assert order == [("aside begins", True), "aside ends", "another"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])

@@ -26,6 +26,7 @@ from .backend import (
     triton,
     varying,
     wait_for_last,
+    wait_once_known,
 )
 from .blocks import Blocks, blocks_in_use, mask_kind, visible
 
@@ -88,8 +89,8 @@ def attend(
         num_stages=1 if exact else STAGES, **early(query.device),
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
-    _combine_kernel[(rows * heads * queries,)](
-        partial, scores, scores[1], sinks if sinks is not None else scores, out, heads, queries, size, splits,
+    _combine_kernel[(queries, heads, rows)](
+        partial, scores, scores[1], sinks if sinks is not None else scores, out, size, splits,
         SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
         **early(query.device),
     )  # fmt: skip
@@ -179,29 +180,30 @@ def _split_kernel(
     EARLY: constexpr,
 ) -> None:
     start_next(EARLY)
-    wait_for_last(EARLY)
     row = (tl.program_id(1) // key_heads).to(tl.int64)
     shared = (tl.program_id(1) % key_heads).to(tl.int64)
     split = tl.program_id(2)
-    packed = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    head, token = shared * group + packed // queries, packed % queries
+    packed = tl.program_id(0) * TILE + tl.arange(0, TILE)  # heads that share keys, then tokens
+    head, token = packed // queries, packed % queries
     real = packed < group * queries
     lane = tl.arange(0, SIZE)
     lane_inside = lane < size
-    asked = tl.load(
-        query + row * query_row + head[:, None] * query_head + token[:, None] * query_token + lane[None, :],
-        mask=real[:, None] & lane_inside[None, :],
-        other=0.0,
-    )
+    inside_tile = real[:, None] & lane_inside[None, :]
+    heads = query + row * query_row + shared * group * query_head
+    heads = heads + (head * query_head + token * query_token)[:, None] + lane[None, :]
     keys = key + row * key_row + shared * key_head
     values = value + row * value_row + shared * value_head
-    masks = mask + row * mask_row + token[:, None] * mask_query
+    masks = mask + row * mask_row + (token * mask_query)[:, None]
+    wait_once_known(row + shared + head + token, EARLY)
+    asked = tl.load(heads, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
-    # Blocks go round the splits like cards: whatever part of the cache is in use, each gets its share.
+    # Blocks go round the splits like cards: whatever part of the cache is in use, each gets its share. The first is
+    # looked up beside their number; it may be none of those listed, and is not used then.
+    first = tl.load(listed + row * blocks + split)
     for turn in range(split, tl.load(count + row), splits):
-        slot = tl.load(listed + row * blocks + turn) * BLOCK + tl.arange(0, BLOCK)
+        slot = tl.load(listed + row * blocks + turn, mask=turn != split, other=first) * BLOCK + tl.arange(0, BLOCK)
         inside = slot < slots
         place = slot.to(tl.int64)
         known = tl.load(
@@ -234,21 +236,20 @@ def _split_kernel(
         else:
             result = result * fade[:, None] + tl.dot(weight.to(brought.dtype), brought)
         top = higher
-    target = ((row * key_heads * group + head) * queries + token) * splits + split
-    tl.store(maxima + target, top, mask=real)
-    tl.store(sums + target, total, mask=real)
-    tl.store(partial + target[:, None] * size + lane[None, :], result, mask=real[:, None] & lane_inside[None, :])
+    before = (row * key_heads + shared) * group * queries * splits
+    target = packed * splits + split
+    tl.store(maxima + before + target, top, mask=real)
+    tl.store(sums + before + target, total, mask=real)
+    tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=inside_tile)
 
 
-@varying("heads", "queries", "splits")
+@varying("splits")
 def _combine_kernel(
     partial: Value,
     maxima: Value,
     sums: Value,
     sinks: Value,
     out: Value,
-    heads: Value,
-    queries: Value,
     size: Value,
     splits: Value,
     SINKS: constexpr,
@@ -257,12 +258,18 @@ def _combine_kernel(
     EARLY: constexpr,
 ) -> None:
     start_next(EARLY)
-    wait_for_last(EARLY)
-    program = tl.program_id(0).to(tl.int64)  # [B, H, Q] flattened, as the partial results lie
-    row, head, token = program // (heads * queries), program // queries % heads, program % queries
+    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    queries, heads = tl.num_programs(0), tl.num_programs(1)
+    first = ((row * heads + head) * queries + token) * splits
     split, lane = tl.arange(0, SPLITS), tl.arange(0, SIZE)
-    tops = tl.load(maxima + program * splits + split, mask=split < splits, other=float("-inf"))
-    totals = tl.load(sums + program * splits + split, mask=split < splits, other=0.0)
+    wait_for_last(EARLY)
+    tops = tl.load(maxima + first + split, mask=split < splits, other=float("-inf"))
+    totals = tl.load(sums + first + split, mask=split < splits, other=0.0)
+    parts = tl.load(
+        partial + first * size + (split * size)[:, None] + lane[None, :],
+        mask=(split < splits)[:, None] & (lane < size)[None, :],
+        other=0.0,
+    )
     highest = tl.max(tops, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -272,11 +279,6 @@ def _combine_kernel(
     whole = tl.sum(share * totals, 0)
     if SINKS:
         whole += tl.exp2(sink - base)
-    parts = tl.load(
-        partial + (program * splits + split)[:, None] * size + lane[None, :],
-        mask=(split < splits)[:, None] & (lane < size)[None, :],
-        other=0.0,
-    )
     result = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     target = out + ((row * queries + token) * heads + head) * size
     tl.store(target + lane, result.to(out.dtype.element_ty), mask=lane < size)

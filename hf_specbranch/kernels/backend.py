@@ -91,6 +91,27 @@ def wait_for_last(EARLY: constexpr) -> None:
         cuda.gdc_wait()
 
 
+@jit
+def wait_once_known(numbers: Value, EARLY: constexpr) -> None:
+    """The same behind some arithmetic, of which these are results and none is -1.
+
+    Written before a wait, arithmetic would still be put off until after it: the assembler is free to.
+    """
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred known; setp.ne.s64 known, $1, -1; @known griddepcontrol.wait; mov.u32 $0, 0; }",
+            "=r,l", [numbers.to(tl.int64)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
+def ask_for(lines: Value) -> None:
+    """Have the cache lines that these pointers are in come from memory; nothing waits for them. On CUDA only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """How many thread blocks the device runs side by side, at one for each multiprocessor."""

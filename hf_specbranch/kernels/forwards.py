@@ -247,4 +247,4 @@ def slots_of(cache: Any, layer: int) -> Slots | None:
     held = layers[layer]
     if address.slots is None or not held.is_initialized:
         return None
-    return Slots(held.keys, held.values, address.rows_and_slots(held.keys.device)[1])
+    return Slots(held.keys, held.values, address.slots_on(held.keys.device))

@@ -116,8 +116,7 @@ def _gated_product_kernel(
     place = tl.arange(0, STRIP)
     column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may stand over the edge
     strip = column + place // HALF * size  # half of it the gate's, half the up projection's for the same columns
-    wait_for_last(EARLY)
-    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK)
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, EARLY)
     if BIAS:
         result += tl.load(bias + strip).to(tl.float32)[:, None]
     both = result.to(out.dtype.element_ty)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, varying, wait_for_last
+from .backend import Value, ask_for, constexpr, early, jit, runs, start_next, tl, triton, varying, wait_for_last
 
 MOST_ROWS = 32
 STRIP = 64  # rows of W that a program reads: the fewest that tensor cores take from where copies put them
@@ -134,8 +134,7 @@ def _product_kernel(
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last may stand over the edge
-    wait_for_last(EARLY)
-    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK)
+    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, EARLY)
     if BIAS:
         if split == 0:
             result += tl.load(bias + strip).to(tl.float32)[:, None]
@@ -158,21 +157,33 @@ def streamed(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ) -> Value:
     """Some rows of W times the rows of x, over blocks `begin` to `end` of the inner dimension: [STRIP, ROWS].
 
     W stands on the left: tensor cores then read it where the copies put it, and threads have next to nothing to do.
+    Its first block is asked for while the kernel that makes x may still run; more than one would be in that one's way.
     """
     inner = begin * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)
     left = weight + strip.to(tl.int64)[:, None] * weight_row + inner[None, :]
     right = x + row[None, :] * x_row + inner[:, None]
+    if EARLY:
+        ask_for(weight + strip.to(tl.int64)[:, None] * weight_row + (begin * BLOCK + _lines(weight, BLOCK))[None, :])
+    wait_for_last(EARLY)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for _ in range(begin, end):
         result = tl.dot(tl.load(left), tl.load(right, mask=(row < rows)[None, :], other=0.0), result)
         left += BLOCK
         right += BLOCK
     return result
+
+
+@jit
+def _lines(values: Value, BLOCK: constexpr) -> Value:
+    """The first of each cache line's values, in a row of BLOCK."""
+    LINE: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
+    return tl.arange(0, BLOCK // LINE) * LINE
 
 
 @jit

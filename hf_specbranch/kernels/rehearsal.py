@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,6 +78,8 @@ class Rehearsal:
 
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 _cold: list[bool] = []  # whether this process has met kernels that were not on disk
+_aside: list[threading.Thread] = []  # where the first rehearsal of this process goes on, if it was begun aside
+_begin_once = threading.Lock()
 
 
 def rehearsing() -> bool:
@@ -94,6 +97,8 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
             that a kernel was to write must come from `room`.
         device: a CUDA device.
     """
+    if _aside and _aside[0] is not threading.current_thread():
+        _aside[0].join()  # it has what all others need
     if device.type != "cuda" or False in _cold:
         return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -111,6 +116,21 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
         finally:
             _rehearsal.reset(before)
     logger.debug("%d kernels were rehearsed", len(rehearsal.jobs))
+
+
+def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
+    """Begin the first rehearsal of this process in a thread of its own; later ones wait for its end.
+
+    Args:
+        stage: see `rehearse`.
+        device: a CUDA device.
+    """
+    with _begin_once:
+        if _aside or _cold:
+            return
+        thread = threading.Thread(target=rehearse, args=(stage, device), name="hf_specbranch builds kernels")
+        thread.start()
+        _aside.append(thread)
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

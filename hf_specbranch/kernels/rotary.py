@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_for_last
+from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_once_known
 from .linear import added
 from .norm import PLAIN, NormForm, rms_norm_reference
 from .rehearsal import rehearsing
@@ -78,14 +78,15 @@ def rotary(
     half = cos.shape[-1] // 2
     block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
-    _rotary_kernel[(rows * tokens, programs)](
+    _rotary_kernel[(tokens, programs, rows)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
-        tokens, heads, shared, size, half, apart,
+        heads, shared, size, half, apart,
         *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
         SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
+        enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
         **early(query.device),
     )  # fmt: skip
     return out, None if slots is not None else keys
@@ -148,7 +149,7 @@ def _fits(
 
 
 @varying(
-    "tokens", "heads", "key_heads", "apart", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
+    "heads", "key_heads", "apart", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
     "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
 )  # fmt: skip
 def _rotary_kernel(
@@ -164,7 +165,6 @@ def _rotary_kernel(
     query_weight: Value,
     key_weight: Value,
     eps: Value,
-    tokens: Value,
     heads: Value,
     key_heads: Value,
     size: Value,
@@ -204,35 +204,40 @@ def _rotary_kernel(
     EARLY: constexpr,
 ) -> None:
     start_next(EARLY)
-    wait_for_last(EARLY)
-    row = (tl.program_id(0) // tokens).to(tl.int64)
-    token = (tl.program_id(0) % tokens).to(tl.int64)
-    program = tl.program_id(1)
-    slot = token
-    if SCATTER:
-        slot = tl.load(index + row * index_row + token)
     # A program serves one head of one token: first the queries' heads, then the keys', then the values'.
-    if program < heads:
-        source = query + row * query_row + program * query_head + token * query_token
-        target = out + row * out_row + program * out_head + token * out_token
-        weight = query_weight
-    elif program < heads + key_heads:
-        source = key + row * key_row + (program - heads) * key_head + token * key_token
-        target = keys + row * keys_row + (program - heads) * keys_head + slot * keys_slot
-        weight = key_weight
-    else:
-        source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
-        target = values + row * values_row + (program - heads - key_heads) * values_head + slot * values_slot
-        weight = key_weight
+    token, program, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    turns = program < heads + key_heads
     low = tl.arange(0, BLOCK)
     inside = low < half
+    turn = cos + row * cos_row + token * cos_token + low
+    tilt = sin + row * sin_row + token * sin_token + low
+    if program < heads:
+        source = query + row * query_row + program * query_head + token * query_token
+        target = out + row * out_row + program * out_head
+        apart_tokens, weight = out_token, query_weight
+    elif program < heads + key_heads:
+        source = key + row * key_row + (program - heads) * key_head + token * key_token
+        target = keys + row * keys_row + (program - heads) * keys_head
+        apart_tokens, weight = keys_slot, key_weight
+    else:
+        source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
+        target = values + row * values_row + (program - heads - key_heads) * values_head
+        apart_tokens, weight = values_slot, key_weight
+    wait_once_known(source.to(tl.int64), EARLY)
+    slot = token
+    if SCATTER:
+        slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
+    cos_first = tl.load(turn, mask=inside & turns, other=0.0).to(tl.float32)
+    cos_second = tl.load(turn + half, mask=inside & turns, other=0.0).to(tl.float32)
+    sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
+    sin_second = tl.load(tilt + half, mask=inside & turns, other=0.0).to(tl.float32)
     rest = 2 * half + tl.arange(0, REST)
     dtype = out.dtype.element_ty
     first = added(source + low, apart, inside, dtype, SPLITS)
     second = added(source + half + low, apart, inside, dtype, SPLITS)
     if PARTIAL:
         beyond = added(source + rest, apart, rest < size, dtype, SPLITS)
-    if program < heads + key_heads:
+    if turns:
         if NORM:
             one, two = first.to(tl.float32), second.to(tl.float32)
             square = tl.sum(one * one, 0) + tl.sum(two * two, 0)
@@ -244,17 +249,12 @@ def _rotary_kernel(
             second = _scaled(two * root, tl.load(weight + half + low, mask=inside, other=0.0), OFFSET, WIDE)
             if PARTIAL:
                 beyond = _scaled(three * root, tl.load(weight + rest, mask=rest < size, other=0.0), OFFSET, WIDE)
-        turn = cos + row * cos_row + token * cos_token
-        tilt = sin + row * sin_row + token * sin_token
-        cos_first = tl.load(turn + low, mask=inside, other=0.0).to(tl.float32)
-        cos_second = tl.load(turn + half + low, mask=inside, other=0.0).to(tl.float32)
-        sin_first = tl.load(tilt + low, mask=inside, other=0.0).to(tl.float32)
-        sin_second = tl.load(tilt + half + low, mask=inside, other=0.0).to(tl.float32)
         one, two = first.to(tl.float32), second.to(tl.float32)
         # Each product is rounded before the sum, as separate torch operations round it.
         left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
         right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
         first, second = left.to(dtype), right.to(dtype)
+    target += slot * apart_tokens
     tl.store(target + low, first, mask=inside)
     tl.store(target + half + low, second, mask=inside)
     if PARTIAL:

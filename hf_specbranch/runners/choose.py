@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ..kernels import prepare
 from ..kernels.backend import HALF_PRECISION
 from . import graph
 from .eager import EagerRunner
@@ -40,6 +41,9 @@ def runner_for(
         kernels: run what is recognised of the model through our kernels, under "compile" its attention; "auto": in half
             precision.
     """
+    ours = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
+    if ours and runtime != "eager":
+        prepare(model.device)
     masks = mask_maker_for(model, role)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if reason and runtime != "auto":
@@ -49,7 +53,6 @@ def runner_for(
     if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    ours = model.dtype in HALF_PRECISION if kernels == "auto" else kernels
     layers: graph.Layers = "fused" if ours else "plain"
     if runtime == "compile":
         layers = "compiled, our attention" if ours else "compiled"

@@ -25,18 +25,17 @@ class Address:
         self.slots: Tensor | None = None  # [B, Q]; None appends behind what is there
         self.shown = 0  # slots the attention reads: the first `shown`
         self.capacity = BUCKET
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def point_at(self, slots: Tensor | None, shown: int) -> None:
         self.slots, self.shown = slots, shown
         self._on_device.clear()
 
-    def rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Index tensors [B, 1] and [B, Q] on `device`; layers of a split model live on several."""
+    def slots_on(self, device: torch.device) -> Tensor:
+        """The slots, [B, Q]; layers of a split model live on several devices."""
         assert self.slots is not None
         if device not in self._on_device:
-            rows = torch.arange(self.slots.shape[0], device=device)[:, None]
-            self._on_device[device] = rows, self.slots.to(device)
+            self._on_device[device] = self.slots.to(device)
         return self._on_device[device]
 
 
@@ -81,11 +80,12 @@ class SlotLayer(CacheLayerMixin):
             self.appended = end
             return self.keys[:, :, :end], self.values[:, :, :end]
         shown = self.address.shown
-        rows, slots = self.address.rows_and_slots(self.keys.device)
+        slots = self.address.slots_on(self.keys.device)
         if slots.shape[0] == 1:  # one plain kernel each
             self.keys.index_copy_(2, slots[0], key_states.to(self.keys.dtype))
             self.values.index_copy_(2, slots[0], value_states.to(self.values.dtype))
         else:
+            rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]

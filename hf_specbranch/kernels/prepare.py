@@ -1,0 +1,34 @@
+"""What every generation needs is built while the first model is still being looked at.
+
+The first kernel of a process is slow even if it lies on disk: Triton sets itself up. That need not wait until it is
+known which kernels a model can use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .backend import serves
+from .blocks import blocks_in_use
+from .rehearsal import rehearse_aside
+from .rounds import verdict
+
+SLOTS, SIZE = 1024, 128  # of a cache and of its heads; common ones
+
+
+def prepare(device: torch.device) -> None:
+    """Have Triton set up and the first kernels built in the background, once in a process.
+
+    Example:
+        >>> prepare(torch.device("cpu"))  # nothing is built there
+    """
+    if device.type == "cuda" and serves(device):
+        rehearse_aside(lambda: _kernels_of_every_model(device), device)
+
+
+def _kernels_of_every_model(device: torch.device) -> None:
+    mask = torch.zeros((1, 1, 1, SLOTS), dtype=torch.bool, device=device)
+    blocks_in_use(mask, 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
+    row, column, none = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((1,), (1, 1), (1, 0)))
+    told, report, drafted = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((7, 1), (1, 10), (1, 6)))
+    verdict(column, (none, row), (none, none), None, None, drafted, column, told, row, report, row)
