@@ -1,5 +1,6 @@
 """A rehearsal launches nothing and leaves no trace. What it builds is seen on a GPU only (test_gpu.py)."""
 
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
 from hf_specbranch.kernels.fuse import _RECIPES
 from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, _rehearsal, rehearse_aside, rehearsing, room
 from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.graph import GraphRunner
 from hf_specbranch.runners.probe import mask_maker_for
 
 from .families import make
@@ -90,6 +92,7 @@ def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch
 def test_one_rehearsal_of_a_process_goes_on_aside_and_the_others_wait_for_it(monkeypatch):
     monkeypatch.setattr(rehearsal, "_cold", [])
     monkeypatch.setattr(rehearsal, "_aside", [])
+    monkeypatch.setattr(rehearsal, "_decided", threading.Event())
     order, may_end = [], threading.Event()
 
     def stage():
@@ -124,6 +127,32 @@ def test_a_pass_in_a_rehearsal_leaves_the_cache_alone(family):
     for layer, (keys, values) in zip(runner.cache.layers, kept):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     assert torch.equal(runner.slot_positions, positions)
+
+
+@pytest.mark.parametrize("family, whole", [("llama", True), ("gemma2", True), ("gpt2", False)])
+def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(family, whole, monkeypatch):
+    model, seen = make(family), []
+    fuse(model)
+    runner = GraphRunner(model, mask_maker_for(model, "target"), "fused")
+    runner.reserve(1, 64)
+
+    def passes():
+        seen.append(_RECIPES[model])
+        runner._some_passes()
+
+    def rehearse_here(stage, _):
+        with in_rehearsal():
+            stage()
+
+    monkeypatch.setattr(sys.modules[can_rehearse.__module__], "rehearse", rehearse_here)
+    with torch.no_grad():
+        assert can_rehearse(model, passes) is whole
+        assert len(seen) == 1 and _RECIPES[model] is not seen[0]  # what a rehearsal finds out is noise
+        can_rehearse(model, passes)
+        assert len(seen) == 1  # what is known is not rehearsed again
+        runner._some_passes()  # which leaves a cache in use alone
+        tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
+        torch.testing.assert_close(runner.prefill(tokens, slots, None), model(tokens).logits[:, -1])
 
 
 def test_models_that_run_code_of_their_own_or_are_watched_are_not_rehearsed():

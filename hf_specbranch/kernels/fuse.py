@@ -132,12 +132,18 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
 
 
-def can_rehearse(model: PreTrainedModel) -> bool:
-    """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on."""
+def can_rehearse(model: PreTrainedModel, passes: Callable[[], object] = lambda: None) -> bool:
+    """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on.
+
+    Args:
+        model: the model.
+        passes: are rehearsed with the trial that tells, so that their kernels are built at the same time; whatever they
+            leave behind must not matter.
+    """
     if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in model.modules()):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    stand_ins = _valid(model, _recipe(model, own_attention(config)))
+    stand_ins = _valid(model, _recipe(model, own_attention(config), passes))
     attentions = sum(isinstance(stand_in, AttentionForward) for _, stand_in in stand_ins)
     return attentions == int(config.num_hidden_layers)
 
@@ -148,14 +154,22 @@ def _forget(shared: Shared) -> None:
     one_pass.forget()
 
 
-def _recipe(model: PreTrainedModel, implementation: str) -> Recipe:
+def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], object] = lambda: None) -> Recipe:
     parts = tuple((id(module), type(module)) for module in model.modules())
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
         if rehearsing():
             raise RuntimeError("nothing can be tried in a rehearsal")
-        rehearse(lambda: _find_out(model, implementation, structure), model.device)
+
+        def trial_and_passes() -> None:
+            _RECIPES[model] = _find_out(model, implementation, structure)  # in a rehearsal every candidate will do
+            passes()
+
+        try:
+            rehearse(trial_and_passes, model.device)
+        finally:
+            _RECIPES.pop(model, None)
         recipe = _RECIPES[model] = _find_out(model, implementation, structure)
     return recipe
 

@@ -63,6 +63,7 @@ class Rehearsal:
                 took = LONG if job.exception() else job.result()
                 if len(self.jobs) == 2:
                     _cold.append(took >= LONG)
+                    _decided.set()
                     if took >= LONG:
                         logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
             if False in _cold:
@@ -80,6 +81,7 @@ _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 _cold: list[bool] = []  # whether this process has met kernels that were not on disk
 _aside: list[threading.Thread] = []  # where the first rehearsal of this process goes on, if it was begun aside
 _begin_once = threading.Lock()
+_decided = threading.Event()  # whether kernels are on disk is known, or will not be known from that one
 
 
 def rehearsing() -> bool:
@@ -98,7 +100,7 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
         device: a CUDA device.
     """
     if _aside and _aside[0] is not threading.current_thread():
-        _aside[0].join()  # it has what all others need
+        _decided.wait()  # Triton is set up then
     if device.type != "cuda" or False in _cold:
         return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -119,7 +121,7 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
 
 
 def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
-    """Begin the first rehearsal of this process in a thread of its own; later ones wait for its end.
+    """Begin the first rehearsal of this process in a thread of its own; others wait until its second kernel is built.
 
     Args:
         stage: see `rehearse`.
@@ -128,9 +130,15 @@ def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
     with _begin_once:
         if _aside or _cold:
             return
-        thread = threading.Thread(target=rehearse, args=(stage, device), name="hf_specbranch builds kernels")
-        thread.start()
-        _aside.append(thread)
+
+        def run() -> None:
+            try:
+                rehearse(stage, device)
+            finally:
+                _decided.set()
+
+        _aside.append(threading.Thread(target=run, name="hf_specbranch builds kernels"))
+        _aside[0].start()
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

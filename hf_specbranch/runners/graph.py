@@ -72,7 +72,15 @@ class GraphRunner(EagerRunner):
     @cached_property
     def rehearses(self) -> bool:
         """Whether passes can be rehearsed, so that kernels are built side by side."""
-        return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model)
+        return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model, self._some_passes)
+
+    def _some_passes(self) -> None:
+        """Over one token and over many, for a rehearsal before the cache holds anything; the first makes its layers."""
+        rows, shown = self.slot_positions.shape
+        for queries in () if self.cache.layers else (1, 1, MOST_QUERIES):
+            tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
+            visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
+            self.forward_as_it_is(tokens, tokens, tokens, visible)
 
     @property
     def graphs_captured(self) -> int:  # type: ignore[override]
