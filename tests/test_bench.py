@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchStats, load_demo_pair, specbranch
-from hf_specbranch.bench import Shape, grow, measure
+from hf_specbranch.bench import Shape, grow, limit, measure
 from hf_specbranch.bench.differences import difference, first_difference, summary
 from hf_specbranch.bench.findings import pooled
 from hf_specbranch.bench.further import Further
@@ -332,6 +332,30 @@ def test_the_distance_to_the_limit_is_the_time_of_a_pass_over_that_of_reading_th
         assert entry["times_the_limit"] == pytest.approx(entry["ms"] / found["limit_ms"])
 
 
+def test_a_draft_step_is_what_a_longer_stage_takes_more(pair, monkeypatch):
+    masks, stages = [], []
+
+    def timed(work, *_):
+        masks.clear()
+        work()
+        stages.append(len(masks))
+        return [3.0 + 0.5 * len(masks)]
+
+    monkeypatch.setattr(limit, "timed", timed)
+    monkeypatch.setattr(limit, "copy_bandwidth", lambda _: 2.0 * weight_bytes(pair.draft))
+    hook = pair.draft.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    found = limit.draft_steps(pair.draft, 16, "eager")
+    hook.remove()
+    assert stages == [2, 6, 2, 6]
+    assert masks[0][0, 0, :, :24].tolist() == [
+        [slot < 16 or slot == 16 + own for slot in range(24)] for own in range(4)
+    ]
+    assert [(entry["branches"], entry["ms"]) for entry in found["steps"]] == [(1, 500.0), (4, 500.0)]
+    assert found["limit_ms"] == 500.0 and found["steps"][0]["times_the_limit"] == 1.0
+
+
 def test_further_measurements_are_taken_and_printed(pair, finished):
     benchmark, report, _ = finished
     found = {}
@@ -347,6 +371,7 @@ def test_further_measurements_are_taken_and_printed(pair, finished):
     text = markdown({**report, **found})
     assert "norm with residual: " in text and "product, down (" in text
     assert "a round at 244 tokens" in text and "3 runs" in text and "30-token prompt" in text and "limit:" in text
+    assert "a draft step with 4 branches at 8 of context" in text
 
 
 def test_sizes_that_a_model_does_not_have_are_refused(pair):

@@ -777,8 +777,17 @@ def test_a_product_with_its_gate_is_chosen_too(nothing_chosen):
     weights = [torch.randn((6144, 768), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     plan = choosing.choose(weights, 9, "gated")
     assert plan is None or plan.splits == 1
-    (name,) = choosing._stored()
-    assert name.endswith("6144x768|gated")
+    before, name = choosing._stored()  # the product that follows is chosen first: both are measured together
+    assert before.endswith("768x3072|in parts") and name.endswith("6144x768|gated")
+
+
+def test_weights_that_stand_for_those_behind_gate_and_up_cost_no_memory():
+    weight = torch.randn(24, 5)
+    down = choosing._down(weight)
+    assert down.shape == (5, 12) and down.is_contiguous() and down.data_ptr() == weight.data_ptr()
+    x = torch.randn(2, 5)
+    expected = gated_reference(x @ weight.T, "silu") @ down.T
+    torch.testing.assert_close(choosing._product("gated", None, x, weight, None), expected)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .each_kernel import check_sizes, each_kernel
 from .latency import REPEATS, check_context, round_cost, stability, time_to_first_token
-from .limit import distance_to_limit
+from .limit import distance_to_limit, draft_steps
 from .measure import Plan
 from .timing import forget
 from .ways import Pair
@@ -37,6 +37,7 @@ class Further(NamedTuple):
         if self.pass_at:
             forget(pair)
             found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime, choices.kernels)
+            found["limit"]["draft"] = draft_steps(pair.draft, self.pass_at[0], choices.runtime, choices.kernels)
         if self.kernels_alone:
             found["kernels"] = each_kernel(pair.target)
         if self.first_token_at is not None:

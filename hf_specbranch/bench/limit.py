@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..runners.choose import runner_for
 
+BRANCHES = (1, 4)  # of a draft step
+STEPS = (2, 6)  # of stages whose difference tells what a step takes
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}  # large enough to leave every cache
 
 
@@ -43,15 +47,50 @@ def target_pass(
     launches faster than the device runs.
     """
     device, total = model.device, context + queries
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocabulary, (1, total), generator=torch.Generator().manual_seed(0)).to(device)
-    columns = torch.arange(total, device=device)[None]  # positions and slots alike
+    tokens, columns = _text(model, total)
     last = columns[:, context:]  # [1, Q]
     visible = columns[:, None, :] <= last[:, :, None]  # [1, Q, S]
     with runner_for(model, "target", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
         runner.reserve(1, total)
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         return median(timed(lambda: runner.forward(tokens[:, context:], last, last, visible), device, repeats))
+
+
+@torch.no_grad()
+def draft_step(
+    model: PreTrainedModel, context: int, branches: int, runtime: str, kernels: bool | str = "auto", repeats: int = 30
+) -> float:
+    """Seconds of one step over a token of each branch behind `context` others, among the steps of a stage.
+
+    That is what drafting one token more takes: a stage is launched as a whole, so launching is not part of it.
+    """
+    device, total = model.device, context + branches
+    tokens, columns = _text(model, total)
+    last = columns[:, context:]  # [1, K]
+    positions = torch.full_like(last, context)
+    with runner_for(model, "draft", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
+        shown = runner.bucket(total)
+        slots = torch.arange(shown, device=device)
+        visible = (slots < context) | (slots == last[:, :, None])  # [1, K, S]
+        runner.reserve(1, shown)
+        runner.prefill(tokens[:, :context], columns[:, :context], None)
+        desk = runner.desk(object())  # which nobody asks for again
+
+        def stage(steps: int) -> None:
+            for _ in range(steps):
+                runner.forward_as_it_is(tokens[:, context:], positions, last, visible)
+
+        fewer, more = (
+            median(timed(partial(desk.run, steps, partial(stage, steps)), device, repeats)) for steps in STEPS
+        )
+    return (more - fewer) / (STEPS[1] - STEPS[0])
+
+
+def _text(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and columns of them: positions and slots alike."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    return tokens.to(model.device), torch.arange(length, device=model.device)[None]
 
 
 def timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
@@ -98,3 +137,14 @@ def distance_to_limit(
         "runtime": runtime,
         "passes": passes,
     }
+
+
+def draft_steps(model: PreTrainedModel, context: int, runtime: str, kernels: bool | str = "auto") -> dict[str, Any]:
+    """Weights over bandwidth against the time of a draft step, of one branch and of several."""
+    weights = weight_bytes(model)
+    limit = weights / copy_bandwidth(model.device)
+    steps = []
+    for branches in BRANCHES:
+        seconds = draft_step(model, context, branches, runtime, kernels)
+        steps.append({"branches": branches, "ms": seconds * 1000, "times_the_limit": seconds / limit})
+    return {"weight_bytes": weights, "limit_ms": limit * 1000, "context": context, "steps": steps}

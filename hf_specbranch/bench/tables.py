@@ -188,8 +188,16 @@ def _limit_lines(limit: dict[str, Any]) -> list[str]:
         f"limit: {limit['weight_bytes'] / 1e9:.2f} GB of target weights at {limit['copy_bytes_per_second'] / 1e12:.2f} "
         f"TB/s (a copy, read and written) take {limit['limit_ms']:.2f} ms"
     )
-    return [first] + [
+    passes = [
         f"a target pass ({limit['runtime']}) over {entry['tokens']} token{'s' * (entry['tokens'] > 1)} at "
         f"{entry['context']} of context: {entry['ms']:.2f} ms, {entry['times_the_limit']:.2f} times the limit"
         for entry in limit["passes"]
     ]
+    draft = limit["draft"]
+    steps = [
+        f"a draft step with {entry['branches']} branch{'es' * (entry['branches'] > 1)} at {draft['context']} of "
+        f"context: {entry['ms']:.3f} ms, {entry['times_the_limit']:.2f} times the {draft['limit_ms']:.3f} ms that "
+        f"reading its {draft['weight_bytes'] / 1e9:.2f} GB of weights takes"
+        for entry in draft["steps"]
+    ]
+    return [first, *passes, *steps]

@@ -18,6 +18,7 @@ from torch import Tensor
 from .backend import runs, triton
 from .gated import gated_product
 from .linear import MOST_ROWS, PLANS, Parts, Plan, fits, linear_in_parts
+from .norm import rms_norm
 from .rehearsal import rehearsing
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,18 @@ def shipped() -> dict[str, Plan | None]:
     return _read(Path(__file__).with_name("products.json"))
 
 
-def _product(kind: Kind, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
-    """What is measured."""
-    if kind == "gated":  # torch's needs a kernel behind it
-        return gated_product(x, weight, None, "silu", plan)
+def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
+    """What is measured. Where gate and up are read, another product follows at once, and programs of both share the
+    GPU for a while: it is measured too.
+    """
+    if kind == "gated":
+        return linear_in_parts(gated_product(x, weight, None, "silu", plan), _down(weight), None, following)
     return linear_in_parts(x, weight, None, plan)
+
+
+def _down(gate_up: Tensor) -> Tensor:
+    """In place of the weights that follow [2 * I, K] of gate and up: [K, I], of the same memory."""
+    return gate_up.reshape(-1, gate_up.shape[0] // 2)[: gate_up.shape[1]]
 
 
 def _plans(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
@@ -88,7 +96,8 @@ def _plans(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
 
 
 def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
-    product = partial(_product, kind)
+    following = choose([_down(weight) for weight in weights], rows, "in parts") if kind == "gated" else None
+    product = partial(_product, kind, following)
     limit = _seconds(product, weights, rows, None) * MARGIN
     best: Plan | None = None
     for plan in _plans(weights[0], rows, kind):
@@ -109,10 +118,14 @@ def _seconds(
     rows: int,
     plan: Plan | None,
 ) -> float:
-    """Of one product, with weights taken in turn, so that they come from memory rather than from a cache."""
+    """Of a product and a norm before it: behind a small kernel it has time to set itself up, as in a layer.
+
+    Weights are taken in turn, so that they come from memory rather than from a cache.
+    """
     x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
+    scale = torch.ones_like(x[0])
     calls = min(24, max(8, len(weights)))
-    product(x, weights[0], plan)  # compiled outside the capture
+    product(rms_norm(x, scale, 1e-6)[0], weights[0], plan)  # compiled outside the capture
     stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(x.device))
     times: list[float] = []
@@ -120,7 +133,7 @@ def _seconds(
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in range(calls):
-                product(x, weights[call % len(weights)], plan)
+                product(rms_norm(x, scale, 1e-6)[0], weights[call % len(weights)], plan)
         finally:
             graph.capture_end()
         for _ in range(4):
@@ -137,7 +150,7 @@ def _seconds(
 def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
     x = weight.new_zeros((rows, weight.shape[1]))
     for plan in _plans(weight, rows, kind):
-        _product(kind, x, weight, plan)
+        _product(kind, None, x, weight, plan)
 
 
 def _key(weight: Tensor, rows: int, kind: Kind, versions: bool = True) -> str:

@@ -7,11 +7,12 @@ known which kernels a model can use.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .backend import serves
 from .blocks import blocks_in_use
 from .rehearsal import rehearse_aside
-from .rounds import verdict
+from .rounds import Tips, verdict, with_chain
 
 SLOTS, SIZE = 1024, 128  # of a cache and of its heads; common ones
 
@@ -27,8 +28,11 @@ def prepare(device: torch.device) -> None:
 
 
 def _kernels_of_every_model(device: torch.device) -> None:
-    mask = torch.zeros((1, 1, 1, SLOTS), dtype=torch.bool, device=device)
-    blocks_in_use(mask, 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
-    row, column, none = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((1,), (1, 1), (1, 0)))
-    told, report, drafted = (torch.zeros(shape, dtype=torch.long, device=device) for shape in ((7, 1), (1, 10), (1, 6)))
-    verdict(column, (none, row), (none, none), None, None, drafted, column, told, row, report, row)
+    def numbers(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long, device=device)
+
+    visible = torch.zeros((1, 1, SLOTS), dtype=torch.bool, device=device)
+    blocks_in_use(visible[None], 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
+    one, ids, chain, told = numbers(1), numbers(1, 1), numbers(1, 0), numbers(7, 1)
+    verdict(ids, (chain, one), (chain, chain), None, None, numbers(1, 6), ids, told, one, numbers(1, 10), one)
+    with_chain(ids, told, chain, None, ids, one, visible[0], 0, Tips(ids, ids, ids, visible))
