@@ -25,8 +25,8 @@ class Nothing(Rehearsal):
     def __init__(self):
         self.met = []
 
-    def build(self, jitted, *_):
-        self.met.append(jitted)
+    def build(self, kernel, *_):
+        self.met.append(kernel)
 
 
 @contextmanager
@@ -50,7 +50,23 @@ def test_a_kernel_is_launched_outside_a_rehearsal_and_met_inside():
     with in_rehearsal() as found:
         kernel[(2, 1)](3, BLOCK=4)
         assert not room((2, 3), torch.long, torch.device("cpu")).any()
-    assert launched == [((2, 1), (3,), {"BLOCK": 4})] and found.met == [kernel.jitted]
+    assert launched == [((2, 1), (3,), {"BLOCK": 4})] and found.met == [kernel]
+
+
+def test_arguments_that_triton_does_not_tell_apart_share_a_build():
+    class Jitted:
+        arg_names = ["x", "count", "width", "eps", "BLOCK"]
+
+    kernel = Kernel(Jitted(), ["count"])
+    x = torch.zeros(64)
+
+    def kind(x=x, count=3, width=32, eps=1e-6, **options):
+        return kernel.kind((x, count, width, eps), {"BLOCK": 8, **options})
+
+    assert kind() == kind(x[4:], 1, 48, 1e-5) == kind(count=16)
+    others = kind(x[1:]), kind(x.double()), kind(width=1), kind(width=33), kind(count=1 << 31), kind(BLOCK=16)
+    assert len({kind(), *others}) == 7
+    assert kind() != Kernel(Jitted(), ["count"]).kind((x, 3, 32, 1e-6), {"BLOCK": 8})
 
 
 def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch):

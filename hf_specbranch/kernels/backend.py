@@ -42,7 +42,7 @@ def varying(*names: str) -> Callable[[Callable[..., None]], Any]:
 
     Triton compiles a kernel anew for integers that are 1 and for those that 16 divides; these are exempt.
     """
-    return lambda kernel: kernel if triton is None else Kernel(triton.jit(kernel, do_not_specialize=names))
+    return lambda kernel: kernel if triton is None else Kernel(triton.jit(kernel, do_not_specialize=names), names)
 
 
 def runs(*tensors: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -27,10 +27,15 @@ ABOUT_NOISE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attrib
 
 
 class Kernel:
-    """A Triton kernel, launched as usual: `kernel[grid](...)`."""
+    """A Triton kernel, launched as usual: `kernel[grid](...)`.
 
-    def __init__(self, jitted: Any) -> None:
-        self.jitted = jitted
+    Args:
+        jitted: what `triton.jit` made.
+        varying: its integers that Triton was told not to compile anew for.
+    """
+
+    def __init__(self, jitted: Any, varying: Sequence[str] = ()) -> None:
+        self.jitted, self.varying = jitted, varying
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -40,7 +45,26 @@ class Kernel:
         if rehearsal is None:
             self.jitted[grid](*args, **options)
         else:
-            rehearsal.build(self.jitted, grid, args, options)
+            rehearsal.build(self, grid, args, options)
+
+    def build(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """As launching it would, and nothing more."""
+        built = self.jitted.warmup(*args, grid=grid, **options)
+        getattr(built, "run", None)  # the program that launches it, and the code on the device
+
+    def kind(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What Triton compiles it for; arguments alike in this share a build."""
+        names = self.jitted.arg_names[: len(args)] if args else ()
+        alike = (_kind(argument, name in self.varying) for name, argument in zip(names, args))
+        return self, *alike, *sorted(options.items())
+
+
+def _kind(argument: Any, varies: bool) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument.bit_length() < 32, not varies and argument == 1, not varies and argument % 16 == 0
+    return type(argument)
 
 
 class AllBuilt(Exception):
@@ -54,11 +78,11 @@ class Rehearsal:
         self.pool, self.device = pool, device
         self.jobs: dict[tuple[Any, ...], Future[float]] = {}
 
-    def build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Have a kernel built for such arguments, unless that is under way."""
-        kind = jitted, *map(_kind, args), *sorted(options.items())
+        kind = kernel.kind(args, options)
         if kind not in self.jobs:
-            job = self.jobs[kind] = self.pool.submit(self._build, jitted, grid, args, options)
+            job = self.jobs[kind] = self.pool.submit(self._build, kernel, grid, args, options)
             if not _cold and len(self.jobs) <= 2:  # with the first Triton sets itself up, the second tells
                 took = LONG if job.exception() else job.result()
                 if len(self.jobs) == 2:
@@ -69,11 +93,10 @@ class Rehearsal:
             if False in _cold:
                 raise AllBuilt
 
-    def _build(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
+    def _build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
         began = time.perf_counter()
         with torch.cuda.device(self.device):
-            built = jitted.warmup(*args, grid=grid, **options)
-            getattr(built, "run", None)  # the program that launches it, and the code on the device
+            kernel.build(grid, args, options)
         return time.perf_counter() - began
 
 
@@ -145,8 +168,3 @@ def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     """Memory for indices that a kernel will write; in a rehearsal, where it does not, they are valid all the same."""
     make = torch.zeros if rehearsing() else torch.empty
     return make(shape, dtype=dtype, device=device)
-
-
-def _kind(argument: Any) -> Any:
-    """What a kernel is built for."""
-    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, Tensor) else argument
