@@ -105,23 +105,58 @@ def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch
     assert len(met) == (8 if cold else 2)
 
 
-def test_one_rehearsal_of_a_process_goes_on_aside_and_the_others_wait_for_it(monkeypatch):
+@pytest.mark.parametrize("told", [None, True, False])
+def test_one_rehearsal_of_a_process_goes_on_aside_and_the_others_build_after_it(told, monkeypatch):
+    """Whether it tells that kernels have to be built, or that they are on disk, or ends before it can tell."""
+    monkeypatch.setattr(rehearsal, "_cold", [])
+    monkeypatch.setattr(rehearsal, "_aside", [])
+    monkeypatch.setattr(rehearsal, "_decided", threading.Event())
+    order, may_build = [], threading.Event()
+    first, second, another = (Kernel(object()) for _ in range(3))
+
+    def build(_, kernel, *__):
+        assert may_build.wait(10)
+        order.append(kernel)
+        return 0.0 if told is False else 1.0
+
+    def aside():
+        assert rehearsing()
+        for kernel in (first, second) if told is not None else (first,):
+            kernel[(1,)]()
+
+    def meanwhile():
+        order.append("meanwhile")
+        another[(1,)]()
+        may_build.set()
+
+    monkeypatch.setattr(Rehearsal, "_build", build)
+    for _ in range(2):  # the second is one too many
+        rehearse_aside(aside, GPU)
+    assert not rehearsing()  # here: that is a matter of each thread
+    rehearse(meanwhile, GPU)
+    rehearsal._aside[0].join()
+    assert order == ["meanwhile", first] + [second] * (told is not None) + [another] * (told is not False)
+    assert rehearsal._cold == ([] if told is None else [told])
+
+
+def test_a_launch_waits_until_triton_is_set_up(monkeypatch):
     monkeypatch.setattr(rehearsal, "_cold", [])
     monkeypatch.setattr(rehearsal, "_aside", [])
     monkeypatch.setattr(rehearsal, "_decided", threading.Event())
     order, may_end = [], threading.Event()
 
-    def stage():
-        order.append(("aside begins", rehearsing()))
-        assert may_end.wait(10)
-        order.append("aside ends")
+    class Jitted:
+        def __getitem__(self, grid):
+            return lambda: order.append("launched")
 
-    for _ in range(2):  # the second is one too many
-        rehearse_aside(stage, GPU)
-    assert not rehearsing()  # here: that is a matter of each thread
-    threading.Timer(0.1, may_end.set).start()
-    rehearse(lambda: order.append("another"), GPU)
-    assert order == [("aside begins", True), "aside ends", "another"]
+    def aside():
+        threading.Timer(0.1, may_end.set).start()
+        assert may_end.wait(10)
+        order.append("set up")
+
+    rehearse_aside(aside, GPU)
+    Kernel(Jitted())[(1,)]()
+    assert order == ["set up", "launched"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])

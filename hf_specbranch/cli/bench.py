@@ -61,7 +61,9 @@ def bench(
     predict: Annotated[
         bool, typer.Option("--predict/--no-predict", help="Hold the simulation against what was measured.")
     ] = True,
-    pass_at: Annotated[str, typer.Option(help="Contexts to time a target pass at; empty: none.")] = "512",
+    pass_at: Annotated[
+        str, typer.Option(help="Contexts to time a target pass at, at the first a draft step too; empty: none.")
+    ] = "512",
     first_token_at: Annotated[
         int | None, typer.Option("--time-to-first-token", min=1, help="Also on a prompt of so many tokens.")
     ] = None,

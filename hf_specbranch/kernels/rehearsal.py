@@ -43,6 +43,8 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         rehearsal = _rehearsal.get()
         if rehearsal is None:
+            if _aside:
+                _decided.wait()  # until Triton is set up
             self.jitted[grid](*args, **options)
         else:
             rehearsal.build(self, grid, args, options)
@@ -72,26 +74,38 @@ class AllBuilt(Exception):
 
 
 class Rehearsal:
-    """Builds kernels in threads."""
+    """Builds kernels in threads.
 
-    def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
-        self.pool, self.device = pool, device
+    Args:
+        pool: the threads.
+        device: a CUDA device.
+        waits: Triton is being set up elsewhere; nothing is built before it is known whether anything has to be.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, waits: bool = False) -> None:
+        self.pool, self.device, self.waits = pool, device, waits
+        self.tells = not waits and not _cold  # its second kernel: with the first Triton sets itself up
         self.jobs: dict[tuple[Any, ...], Future[float]] = {}
 
     def build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Have a kernel built for such arguments, unless that is under way."""
         kind = kernel.kind(args, options)
         if kind not in self.jobs:
-            job = self.jobs[kind] = self.pool.submit(self._build, kernel, grid, args, options)
-            if not _cold and len(self.jobs) <= 2:  # with the first Triton sets itself up, the second tells
+            job = self.jobs[kind] = self.pool.submit(self._in_turn, kernel, grid, args, options)
+            if self.tells and len(self.jobs) <= 2:
                 took = LONG if job.exception() else job.result()
                 if len(self.jobs) == 2:
                     _cold.append(took >= LONG)
                     _decided.set()
                     if took >= LONG:
                         logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
-            if False in _cold:
-                raise AllBuilt
+        if False in _cold:
+            raise AllBuilt
+
+    def _in_turn(self, *job: Any) -> float:
+        if self.waits:
+            _decided.wait()
+        return 0.0 if False in _cold else self._build(*job)
 
     def _build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
         began = time.perf_counter()
@@ -104,7 +118,7 @@ _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 _cold: list[bool] = []  # whether this process has met kernels that were not on disk
 _aside: list[threading.Thread] = []  # where the first rehearsal of this process goes on, if it was begun aside
 _begin_once = threading.Lock()
-_decided = threading.Event()  # whether kernels are on disk is known, or will not be known from that one
+_decided = threading.Event()  # that one has told whether kernels are on disk, or has ended
 
 
 def rehearsing() -> bool:
@@ -122,12 +136,11 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
             that a kernel was to write must come from `room`.
         device: a CUDA device.
     """
-    if _aside and _aside[0] is not threading.current_thread():
-        _decided.wait()  # Triton is set up then
     if device.type != "cuda" or False in _cold:
         return
+    waits = bool(_aside) and _aside[0] is not threading.current_thread() and not _decided.is_set()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        rehearsal = Rehearsal(pool, device)
+        rehearsal = Rehearsal(pool, device, waits)
         before = _rehearsal.set(rehearsal)
         try:
             stage()
@@ -144,7 +157,7 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
 
 
 def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
-    """Begin the first rehearsal of this process in a thread of its own; others wait until its second kernel is built.
+    """Begin the first rehearsal of this process in a thread of its own; others build when its second kernel has told.
 
     Args:
         stage: see `rehearse`.
