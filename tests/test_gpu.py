@@ -8,9 +8,8 @@ from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.kernels import interface, rehearsal, rehearse
+from hf_specbranch.kernels import interface, rehearsal
 from hf_specbranch.kernels.attention import attend
-from hf_specbranch.kernels.prepare import _kernels_of_every_model
 from hf_specbranch.kernels.rehearsal import Rehearsal
 from hf_specbranch.runners.compiled import compiled_layers
 from hf_specbranch.runners.eager import EagerRunner
@@ -119,21 +118,6 @@ def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
         torch.manual_seed(5)
         drawn_texts.append(model.generate(**drawn, assistant_model=on_gpu(draft), specbranch=settings))
     assert torch.equal(*drawn_texts)
-
-
-def test_what_is_built_aside_is_what_a_generation_launches(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_cold", [True])
-    kinds = set()
-    monkeypatch.setattr(
-        Rehearsal, "build", lambda self, kernel, _, args, options: kinds.add(kernel.kind(args, options))
-    )
-    rehearse(lambda: _kernels_of_every_model(torch.device("cuda")), torch.device("cuda"))
-    aside = set(kinds)
-    kinds.clear()
-    target, draft, tokenizer = load_demo_pair(dtype=torch.bfloat16, device="cuda")
-    inputs = tokenizer(python_prompts()[0].prompt, return_tensors="pt").to("cuda")
-    specbranch(target).generate(**inputs, max_new_tokens=32, assistant_model=draft, specbranch=config("autoregressive"))
-    assert len(aside) == 4 and not aside - kinds
 
 
 @pytest.mark.slow

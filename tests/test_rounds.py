@@ -37,11 +37,12 @@ from hf_specbranch.decoding.text import Text
 from hf_specbranch.decoding.verify import NONE, judge_choices, judge_samples
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.prepare import _kernels_of_every_model
 from hf_specbranch.kernels.rehearsal import Rehearsal, _rehearsal, rehearsing
 from hf_specbranch.kernels.rounds import memory, tips
 from hf_specbranch.runners.base import Step
 from hf_specbranch.runners.desk import Desk
-from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.eager import SMALLEST, EagerRunner
 from hf_specbranch.runners.probe import mask_maker_for
 
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -921,6 +922,45 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
     build_the_targets(case, leaves=None)
     build_the_targets(case, leaves=3)
     assert built == every
+
+
+class Kinds:
+    """A rehearsal that builds nothing and notes what Triton would have compiled."""
+
+    def __init__(self):
+        self.met = set()
+
+    def build(self, kernel, _, args, options):
+        self.met.add(kernel.kind(args, options))
+
+    def of(self, stage):
+        before = _rehearsal.set(self)
+        try:
+            stage()
+        finally:
+            _rehearsal.reset(before)
+        return self.met
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
+def test_what_is_built_aside_is_what_the_first_rounds_launch():
+    pytest.importorskip("triton")
+    aside = Kinds().of(lambda: _kernels_of_every_model(torch.device(DEVICE)))
+    case = Case(
+        seed=0, rows=1, gamma=3, vocabulary=40, own=0, policy="vanilla", width=4, outcomes=0, leaves=0, epsilon=0.4,
+        cuts=False, penalty=1.0, draws=False,
+    )  # fmt: skip
+    text, desk, seen = a_text(case)
+    judge = QuickJudge(desk, text, [], case.vocabulary, False, None)
+    chain, branches = judge.nothing
+    target = QuickTarget(
+        desk, small_runner(case.vocabulary), text, None, seen, -seen.sum(1), SMALLEST, {}, (), SpecBranchStats()
+    )
+    logits = torch.zeros((1, 1, case.vocabulary), device=DEVICE)
+    drafted, report = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
+    passes = Kinds().of(lambda: target._pass(chain, SMALLEST, lambda *_: Step(logits)))
+    verdicts = Kinds().of(lambda: judge._decide(logits, chain, branches, drafted, report))
+    assert len(aside) == 4 and len(passes) == len(verdicts) == 1 and passes | verdicts <= aside
 
 
 @pytest.mark.slow

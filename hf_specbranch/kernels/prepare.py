@@ -14,7 +14,7 @@ from .blocks import blocks_in_use
 from .rehearsal import rehearse_aside
 from .rounds import Tips, verdict, with_chain
 
-SLOTS, SIZE = 1024, 128  # of a cache and of its heads; common ones
+SLOTS, SIZE = 256, 128  # that a short text shows, and of heads; others share most of these kernels
 
 
 def prepare(device: torch.device) -> None:

@@ -75,12 +75,12 @@ class GraphRunner(EagerRunner):
         return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model, self._some_passes)
 
     def _some_passes(self) -> None:
-        """Over many tokens and over one, for a rehearsal before the cache holds anything.
+        """Over one token and over many, for a rehearsal before the cache holds anything.
 
-        The first makes the cache's layers, and libraries set themselves up for long passes while kernels are built.
+        The first makes the cache's layers. In the last libraries set themselves up, while kernels are built.
         """
         rows, shown = self.slot_positions.shape
-        for queries in () if self.cache.layers else (MOST_QUERIES, 1, MOST_QUERIES):
+        for queries in () if self.cache.layers else (1, 1, MOST_QUERIES):
             tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
             visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
             self.forward_as_it_is(tokens, tokens, tokens, visible)
