@@ -344,10 +344,12 @@ def test_a_draft_step_is_what_a_longer_stage_takes_more(pair, monkeypatch):
     monkeypatch.setattr(limit, "timed", timed)
     monkeypatch.setattr(limit, "copy_bandwidth", lambda _: 2.0 * weight_bytes(pair.draft))
     hook = pair.draft.register_forward_pre_hook(
-        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        lambda _, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
     )
-    found = limit.draft_steps(pair.draft, 16, "eager")
-    hook.remove()
+    try:
+        found = limit.draft_steps(pair.draft, 16, "eager")
+    finally:
+        hook.remove()
     assert stages == [2, 6, 2, 6]
     assert masks[0][0, 0, :, :24].tolist() == [
         [slot < 16 or slot == 16 + own for slot in range(24)] for own in range(4)
@@ -371,7 +373,8 @@ def test_further_measurements_are_taken_and_printed(pair, finished):
     text = markdown({**report, **found})
     assert "norm with residual: " in text and "product, down (" in text
     assert "a round at 244 tokens" in text and "3 runs" in text and "30-token prompt" in text and "limit:" in text
-    assert "a draft step with 4 branches at 8 of context" in text
+    assert "a draft step (auto) with 4 branches at 8 of context" in text
+    assert "limit:" in (cut_short := markdown({**report, "limit": found["limit"]})) and "draft step" not in cut_short
 
 
 def test_sizes_that_a_model_does_not_have_are_refused(pair):

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -84,12 +85,24 @@ def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch
     rehearse(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
 
 
-@pytest.mark.parametrize("seconds, cold", [(0.2, True), (0.0, False)])
-def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch, caplog):
-    """And not where they are found on disk: then the rehearsal ends with the second."""
+class Jitted:
+    arg_names = ()
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Nothing was built yet."""
     monkeypatch.setattr(rehearsal, "_cold", [])
-    monkeypatch.setattr(Rehearsal, "_build", lambda *_: seconds)
-    met, kernels = [], [Kernel(object()) for _ in range(4)]
+    monkeypatch.setattr(rehearsal, "_aside", [])
+    monkeypatch.setattr(rehearsal, "_set_up", threading.Event())
+
+
+@pytest.mark.parametrize("seconds, cold", [(0.2, True), (0.0, False)])
+def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, new_process, monkeypatch, caplog):
+    """And not where they are found on disk: then the rehearsal ends with the second."""
+    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
+    monkeypatch.setattr(Rehearsal, "_build", lambda *_: time.sleep(seconds))
+    met, kernels = [], [Kernel(Jitted()) for _ in range(4)]
 
     def stage():
         for kernel in kernels:
@@ -105,58 +118,69 @@ def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, monkeypatch
     assert len(met) == (8 if cold else 2)
 
 
-@pytest.mark.parametrize("told", [None, True, False])
-def test_one_rehearsal_of_a_process_goes_on_aside_and_the_others_build_after_it(told, monkeypatch):
-    """Whether it tells that kernels have to be built, or that they are on disk, or ends before it can tell."""
-    monkeypatch.setattr(rehearsal, "_cold", [])
-    monkeypatch.setattr(rehearsal, "_aside", [])
-    monkeypatch.setattr(rehearsal, "_decided", threading.Event())
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold, new_process, monkeypatch):
+    """What every model needs may be on disk and what this one needs not."""
+    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
     order, may_build = [], threading.Event()
-    first, second, another = (Kernel(object()) for _ in range(3))
+    setting_up, own, another = (Kernel(Jitted()) for _ in range(3))
 
     def build(_, kernel, *__):
         assert may_build.wait(10)
+        time.sleep(0.2 if cold and kernel is own else 0.0)
         order.append(kernel)
-        return 0.0 if told is False else 1.0
 
     def aside():
         assert rehearsing()
-        for kernel in (first, second) if told is not None else (first,):
-            kernel[(1,)]()
+        setting_up[(1,)]()
 
-    def meanwhile():
-        order.append("meanwhile")
-        another[(1,)]()
-        may_build.set()
+    def stage():
+        order.append("begun")
+        for kernel in (own, another):
+            kernel[(1,)]()
 
     monkeypatch.setattr(Rehearsal, "_build", build)
     for _ in range(2):  # the second is one too many
         rehearse_aside(aside, GPU)
     assert not rehearsing()  # here: that is a matter of each thread
-    rehearse(meanwhile, GPU)
-    rehearsal._aside[0].join()
-    assert order == ["meanwhile", first] + [second] * (told is not None) + [another] * (told is not False)
-    assert rehearsal._cold == ([] if told is None else [told])
+    threading.Timer(0.05, may_build.set).start()
+    rehearse(stage, GPU)
+    assert order[:2] == [setting_up, "begun"]
+    assert set(order[2:]) == ({own, another} if cold else {own}) and rehearsal._cold == [cold]
 
 
-def test_a_launch_waits_until_triton_is_set_up(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_cold", [])
-    monkeypatch.setattr(rehearsal, "_aside", [])
-    monkeypatch.setattr(rehearsal, "_decided", threading.Event())
+def test_a_launch_waits_until_triton_is_set_up_aside_even_if_that_fails(new_process):
     order, may_end = [], threading.Event()
 
-    class Jitted:
+    class Launched:
         def __getitem__(self, grid):
             return lambda: order.append("launched")
 
     def aside():
-        threading.Timer(0.1, may_end.set).start()
         assert may_end.wait(10)
-        order.append("set up")
+        order.append("ended")
+        raise ValueError("that nothing was built for")
 
     rehearse_aside(aside, GPU)
-    Kernel(Jitted())[(1,)]()
-    assert order == ["set up", "launched"]
+    threading.Timer(0.05, may_end.set).start()
+    Kernel(Launched())[(1,)]()
+    assert order == ["ended", "launched"]
+
+
+def test_where_no_thread_can_be_started_nothing_waits_for_it(new_process, monkeypatch):
+    launched = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda: launched.append(grid)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rehearse_aside(lambda: None, GPU)
+    Kernel(Launched())[(1,)]()
+    assert launched == [(1,)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
@@ -199,11 +223,15 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
     with torch.no_grad():
         assert can_rehearse(model, passes) is whole
         assert len(seen) == 1 and _RECIPES[model] is not seen[0]  # what a rehearsal finds out is noise
+        assert not runner.cache.layers  # and so is what it writes
         can_rehearse(model, passes)
         assert len(seen) == 1  # what is known is not rehearsed again
-        runner._some_passes()  # which leaves a cache in use alone
         tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
         torch.testing.assert_close(runner.prefill(tokens, slots, None), model(tokens).logits[:, -1])
+        kept = [(layer.keys.clone(), layer.values.clone()) for layer in runner.cache.layers]
+        runner._some_passes()  # leaves a cache in use alone
+        for layer, (keys, values) in zip(runner.cache.layers, kept, strict=True):
+            assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
 
 
 def test_models_that_run_code_of_their_own_or_are_watched_are_not_rehearsed():

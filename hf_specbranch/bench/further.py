@@ -37,7 +37,9 @@ class Further(NamedTuple):
         if self.pass_at:
             forget(pair)
             found["limit"] = distance_to_limit(pair.target, self.pass_at, choices.runtime, choices.kernels)
-            found["limit"]["draft"] = draft_steps(pair.draft, self.pass_at[0], choices.runtime, choices.kernels)
+            forget(pair)
+            found["draft_steps"] = draft_steps(pair.draft, self.pass_at[0], choices.runtime, choices.kernels)
+            forget(pair)
         if self.kernels_alone:
             found["kernels"] = each_kernel(pair.target)
         if self.first_token_at is not None:

@@ -62,7 +62,7 @@ def draft_step(
 ) -> float:
     """Seconds of one step over a token of each branch behind `context` others, among the steps of a stage.
 
-    That is what drafting one token more takes: a stage is launched as a whole, so launching is not part of it.
+    That is what drafting one token more takes: where stages are captured, launching is not part of it.
     """
     device, total = model.device, context + branches
     tokens, columns = _text(model, total)
@@ -141,10 +141,17 @@ def distance_to_limit(
 
 def draft_steps(model: PreTrainedModel, context: int, runtime: str, kernels: bool | str = "auto") -> dict[str, Any]:
     """Weights over bandwidth against the time of a draft step, of one branch and of several."""
-    weights = weight_bytes(model)
-    limit = weights / copy_bandwidth(model.device)
+    weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
+    limit = weights / bandwidth
     steps = []
     for branches in BRANCHES:
         seconds = draft_step(model, context, branches, runtime, kernels)
         steps.append({"branches": branches, "ms": seconds * 1000, "times_the_limit": seconds / limit})
-    return {"weight_bytes": weights, "limit_ms": limit * 1000, "context": context, "steps": steps}
+    return {
+        "weight_bytes": weights,
+        "copy_bytes_per_second": bandwidth,
+        "limit_ms": limit * 1000,
+        "runtime": runtime,
+        "context": context,
+        "steps": steps,
+    }

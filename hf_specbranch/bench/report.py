@@ -73,8 +73,8 @@ def build(benchmark: Benchmark, settings: dict[str, Any], extras: dict[str, Any]
     Args:
         benchmark: finished or cut short.
         settings: what the command was given.
-        extras: further findings by name ("predictions", "limit", "stability", "time_to_first_token", "round_cost",
-            "kernels").
+        extras: further findings by name ("predictions", "limit", "draft_steps", "stability", "time_to_first_token",
+            "round_cost", "kernels").
         interrupted: it was cut short.
     """
     found = benchmark.measurements

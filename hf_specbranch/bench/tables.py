@@ -116,6 +116,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         said += _prediction_lines(predictions)
     if limit := report.get("limit"):
         said += _limit_lines(limit)
+    if found := report.get("draft_steps"):
+        said += _step_lines(found)
     for found in report.get("kernels") or ():
         said.append(
             f"{found['name']}: {found['us']:.1f} us, in torch {found['torch_us']:.1f}; a copy of its bytes takes "
@@ -188,16 +190,17 @@ def _limit_lines(limit: dict[str, Any]) -> list[str]:
         f"limit: {limit['weight_bytes'] / 1e9:.2f} GB of target weights at {limit['copy_bytes_per_second'] / 1e12:.2f} "
         f"TB/s (a copy, read and written) take {limit['limit_ms']:.2f} ms"
     )
-    passes = [
+    return [first] + [
         f"a target pass ({limit['runtime']}) over {entry['tokens']} token{'s' * (entry['tokens'] > 1)} at "
         f"{entry['context']} of context: {entry['ms']:.2f} ms, {entry['times_the_limit']:.2f} times the limit"
         for entry in limit["passes"]
     ]
-    draft = limit["draft"]
-    steps = [
-        f"a draft step with {entry['branches']} branch{'es' * (entry['branches'] > 1)} at {draft['context']} of "
-        f"context: {entry['ms']:.3f} ms, {entry['times_the_limit']:.2f} times the {draft['limit_ms']:.3f} ms that "
-        f"reading its {draft['weight_bytes'] / 1e9:.2f} GB of weights takes"
-        for entry in draft["steps"]
+
+
+def _step_lines(found: dict[str, Any]) -> list[str]:
+    return [
+        f"a draft step ({found['runtime']}) with {entry['branches']} branch{'es' * (entry['branches'] > 1)} at "
+        f"{found['context']} of context: {entry['ms']:.3f} ms, {entry['times_the_limit']:.2f} times the "
+        f"{found['limit_ms']:.3f} ms that reading {found['weight_bytes'] / 1e9:.2f} GB of draft weights takes"
+        for entry in found["steps"]
     ]
-    return [first, *passes, *steps]

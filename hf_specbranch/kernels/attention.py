@@ -189,13 +189,13 @@ def _split_kernel(
     lane = tl.arange(0, SIZE)
     lane_inside = lane < size
     inside_tile = real[:, None] & lane_inside[None, :]
-    heads = query + row * query_row + shared * group * query_head
-    heads = heads + (head * query_head + token * query_token)[:, None] + lane[None, :]
+    mine = query + row * query_row + shared * group * query_head
+    mine = mine + (head * query_head + token * query_token)[:, None] + lane[None, :]
     keys = key + row * key_row + shared * key_head
     values = value + row * value_row + shared * value_head
     masks = mask + row * mask_row + (token * mask_query)[:, None]
     wait_once_known(row + shared + head + token, EARLY)
-    asked = tl.load(heads, mask=inside_tile, other=0.0)
+    asked = tl.load(mine, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)

@@ -71,7 +71,8 @@ def serves(device: torch.device) -> bool:
 def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch: where the GPU can, a kernel is set up while the one before it still runs.
 
-    Such a kernel calls `start_next` first and `wait_for_last` before it reads or writes anything that is not constant.
+    Such a kernel calls `start_next` first and `wait_for_last` or `wait_once_known` before it reads or writes anything
+    that is not constant.
     """
     able = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -43,8 +42,7 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         rehearsal = _rehearsal.get()
         if rehearsal is None:
-            if _aside:
-                _decided.wait()  # until Triton is set up
+            _wait_for_triton()
             self.jitted[grid](*args, **options)
         else:
             rehearsal.build(self, grid, args, options)
@@ -56,8 +54,7 @@ class Kernel:
 
     def kind(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """What Triton compiles it for; arguments alike in this share a build."""
-        names = self.jitted.arg_names[: len(args)] if args else ()
-        alike = (_kind(argument, name in self.varying) for name, argument in zip(names, args))
+        alike = (_kind(argument, name in self.varying) for argument, name in zip(args, self.jitted.arg_names))
         return self, *alike, *sorted(options.items())
 
 
@@ -79,46 +76,39 @@ class Rehearsal:
     Args:
         pool: the threads.
         device: a CUDA device.
-        waits: Triton is being set up elsewhere; nothing is built before it is known whether anything has to be.
+        tells: from how long its first kernel takes it is told whether kernels are on disk; not from the very first of
+            a process, with which Triton sets itself up.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, waits: bool = False) -> None:
-        self.pool, self.device, self.waits = pool, device, waits
-        self.tells = not waits and not _cold  # its second kernel: with the first Triton sets itself up
-        self.jobs: dict[tuple[Any, ...], Future[float]] = {}
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, tells: bool) -> None:
+        self.pool, self.device, self.tells = pool, device, tells
+        self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Have a kernel built for such arguments, unless that is under way."""
         kind = kernel.kind(args, options)
         if kind not in self.jobs:
-            job = self.jobs[kind] = self.pool.submit(self._in_turn, kernel, grid, args, options)
-            if self.tells and len(self.jobs) <= 2:
-                took = LONG if job.exception() else job.result()
-                if len(self.jobs) == 2:
-                    _cold.append(took >= LONG)
-                    _decided.set()
-                    if took >= LONG:
-                        logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
-        if False in _cold:
+            job = self.jobs[kind] = self.pool.submit(self._build, kernel, grid, args, options)
+            if not _set_up.is_set():
+                wait([job])
+                _set_up.set()
+            elif self.tells and not _cold:
+                _cold.append(bool(wait([job], timeout=LONG).not_done) or job.exception() is not None)
+                if True in _cold:
+                    logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
+        if self.tells and False in _cold:
             raise AllBuilt
 
-    def _in_turn(self, *job: Any) -> float:
-        if self.waits:
-            _decided.wait()
-        return 0.0 if False in _cold else self._build(*job)
-
-    def _build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> float:
-        began = time.perf_counter()
+    def _build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         with torch.cuda.device(self.device):
             kernel.build(grid, args, options)
-        return time.perf_counter() - began
 
 
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 _cold: list[bool] = []  # whether this process has met kernels that were not on disk
-_aside: list[threading.Thread] = []  # where the first rehearsal of this process goes on, if it was begun aside
+_set_up = threading.Event()  # Triton is: a kernel has been built
+_aside: list[threading.Thread] = []  # where that happens, if not where it is needed
 _begin_once = threading.Lock()
-_decided = threading.Event()  # that one has told whether kernels are on disk, or has ended
 
 
 def rehearsing() -> bool:
@@ -129,18 +119,55 @@ def rehearsing() -> bool:
 def rehearse(stage: Callable[[], object], device: torch.device) -> None:
     """Build the kernels of a stage side by side.
 
-    Where the first kernels of a process are found on disk, so are the others: rehearsals end there and are left out.
+    Where the first kernel of the first stage is found on disk, so are the others: rehearsals end there and are left
+    out.
 
     Args:
         stage: may be run once more at any time, and keeps to what it is given when what it computes is noise: memory
             that a kernel was to write must come from `room`.
         device: a CUDA device.
     """
-    if device.type != "cuda" or False in _cold:
-        return
-    waits = bool(_aside) and _aside[0] is not threading.current_thread() and not _decided.is_set()
+    _wait_for_triton()
+    if device.type == "cuda" and False not in _cold:
+        _rehearse(stage, device, tells=True)
+
+
+def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
+    """Begin the first rehearsal of this process in a thread of its own, so that Triton is set up there.
+
+    Everything else waits for that, but not for its further kernels.
+
+    Args:
+        stage: see `rehearse`.
+        device: a CUDA device.
+    """
+
+    def run() -> None:
+        try:
+            _rehearse(stage, device, tells=False)
+        finally:
+            _set_up.set()  # or it will be by whoever comes next
+
+    with _begin_once:
+        if _aside or _cold or _set_up.is_set():
+            return
+        thread = threading.Thread(target=run, name="hf_specbranch builds kernels")
+        try:
+            thread.start()
+        except RuntimeError as error:  # there may be too many
+            logger.debug("nothing is built aside: %s", error)
+        else:
+            _aside.append(thread)
+
+
+def _wait_for_triton() -> None:
+    if _aside:
+        _set_up.wait()
+
+
+def _rehearse(stage: Callable[[], object], device: torch.device, tells: bool) -> None:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        rehearsal = Rehearsal(pool, device, waits)
+        rehearsal = Rehearsal(pool, device, tells)
         before = _rehearsal.set(rehearsal)
         try:
             stage()
@@ -154,27 +181,6 @@ def rehearse(stage: Callable[[], object], device: torch.device) -> None:
         finally:
             _rehearsal.reset(before)
     logger.debug("%d kernels were rehearsed", len(rehearsal.jobs))
-
-
-def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
-    """Begin the first rehearsal of this process in a thread of its own; others build when its second kernel has told.
-
-    Args:
-        stage: see `rehearse`.
-        device: a CUDA device.
-    """
-    with _begin_once:
-        if _aside or _cold:
-            return
-
-        def run() -> None:
-            try:
-                rehearse(stage, device)
-            finally:
-                _decided.set()
-
-        _aside.append(threading.Thread(target=run, name="hf_specbranch builds kernels"))
-        _aside[0].start()
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -42,10 +42,10 @@ def runner_for(
             precision.
     """
     ours = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
-    if ours and runtime != "eager":
+    reason = "" if runtime == "eager" else why_not_captured(model)
+    if ours and runtime != "eager" and not reason:
         prepare(model.device)
     masks = mask_maker_for(model, role)
-    reason = "" if runtime == "eager" else why_not_captured(model)
     if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":

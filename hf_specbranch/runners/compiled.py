@@ -150,7 +150,7 @@ class CompiledLayers:
             if len(past.layers) <= index or not past.layers[index].is_initialized:
                 ordinary(*args, **kwargs)  # makes room in the cache; what it writes is written again below
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]  # [B, Q, H]
-            past.address.slots_on(hidden.device)  # made here, not by the first layer that asks
+            past.address.rows_on(hidden.device)  # made here with the slots, not by the first layer that asks
             single = SingleLayerCache(past.layers[index])
             own_args = [single if value is past else value for value in args]
             own_kwargs = {name: single if value is past else value for name, value in kwargs.items()}

@@ -77,13 +77,19 @@ class GraphRunner(EagerRunner):
     def _some_passes(self) -> None:
         """Over one token and over many, for a rehearsal before the cache holds anything.
 
-        The first makes the cache's layers. In the last libraries set themselves up, while kernels are built.
+        The first makes the cache's layers, which go again with the noise in them. In the last libraries set themselves
+        up, while kernels are built.
         """
+        if self.cache.layers:
+            return
         rows, shown = self.slot_positions.shape
-        for queries in () if self.cache.layers else (1, 1, MOST_QUERIES):
-            tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
-            visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
-            self.forward_as_it_is(tokens, tokens, tokens, visible)
+        try:
+            for queries in (1, 1, MOST_QUERIES):
+                tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
+                visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
+                self.forward_as_it_is(tokens, tokens, tokens, visible)
+        finally:
+            self.cache.layers.clear()
 
     @property
     def graphs_captured(self) -> int:  # type: ignore[override]

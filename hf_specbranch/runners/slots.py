@@ -26,10 +26,12 @@ class Address:
         self.shown = 0  # slots the attention reads: the first `shown`
         self.capacity = BUCKET
         self._on_device: dict[torch.device, Tensor] = {}
+        self._rows: dict[torch.device, Tensor] = {}
 
     def point_at(self, slots: Tensor | None, shown: int) -> None:
         self.slots, self.shown = slots, shown
         self._on_device.clear()
+        self._rows.clear()
 
     def slots_on(self, device: torch.device) -> Tensor:
         """The slots, [B, Q]; layers of a split model live on several devices."""
@@ -37,6 +39,12 @@ class Address:
         if device not in self._on_device:
             self._on_device[device] = self.slots.to(device)
         return self._on_device[device]
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """[B, 1], beside the slots where several rows are written."""
+        if device not in self._rows:
+            self._rows[device] = torch.arange(self.slots_on(device).shape[0], device=device)[:, None]
+        return self._rows[device]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -85,7 +93,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys.index_copy_(2, slots[0], key_states.to(self.keys.dtype))
             self.values.index_copy_(2, slots[0], value_states.to(self.values.dtype))
         else:
-            rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            rows = self.address.rows_on(self.keys.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, :shown], self.values[:, :, :shown]
