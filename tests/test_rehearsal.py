@@ -149,6 +149,20 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
     assert set(order[2:]) == ({own, another} if cold else {own}) and rehearsal._cold == [cold]
 
 
+def test_a_further_model_may_need_kernels_that_are_not_on_disk(new_process, monkeypatch):
+    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: time.sleep(0.2 if kernel is another else 0.0))
+    monkeypatch.setattr(rehearsal, "LONG", 0.1)
+    setting_up, own, another = (Kernel(Jitted()) for _ in range(3))
+    stages = [
+        lambda kernels=kernels: [kernel[(1,)]() for kernel in kernels] for kernels in ([setting_up, own], [another])
+    ]
+    told = []
+    for stage, new_model in ((stages[0], True), (stages[1], False), (stages[1], True), (stages[0], True)):
+        rehearse(stage, GPU, new_model)
+        told.append(list(rehearsal._cold))
+    assert told == [[False], [False], [True], [True]]  # once some are missing, every stage may meet them
+
+
 def test_a_launch_waits_until_triton_is_set_up_aside_even_if_that_fails(new_process):
     order, may_end = [], threading.Event()
 
@@ -215,7 +229,8 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
         seen.append(_RECIPES[model])
         runner._some_passes()
 
-    def rehearse_here(stage, _):
+    def rehearse_here(stage, _, new_model):
+        assert new_model
         with in_rehearsal():
             stage()
 

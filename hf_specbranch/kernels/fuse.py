@@ -167,7 +167,7 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
             passes()
 
         try:
-            rehearse(trial_and_passes, model.device)
+            rehearse(trial_and_passes, model.device, new_model=True)
         finally:
             _RECIPES.pop(model, None)
         recipe = _RECIPES[model] = _find_out(model, implementation, structure)

@@ -105,7 +105,7 @@ class Rehearsal:
 
 
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
-_cold: list[bool] = []  # whether this process has met kernels that were not on disk
+_cold: list[bool] = []  # whether the last model whose modules were tried has met kernels that were not on disk
 _set_up = threading.Event()  # Triton is: a kernel has been built
 _aside: list[threading.Thread] = []  # where that happens, if not where it is needed
 _begin_once = threading.Lock()
@@ -116,18 +116,21 @@ def rehearsing() -> bool:
     return _rehearsal.get() is not None
 
 
-def rehearse(stage: Callable[[], object], device: torch.device) -> None:
+def rehearse(stage: Callable[[], object], device: torch.device, new_model: bool = False) -> None:
     """Build the kernels of a stage side by side.
 
-    Where the first kernel of the first stage is found on disk, so are the others: rehearsals end there and are left
+    Where the first kernel that a model needs is found on disk, so are its others: rehearsals end there and are left
     out.
 
     Args:
         stage: may be run once more at any time, and keeps to what it is given when what it computes is noise: memory
             that a kernel was to write must come from `room`.
         device: a CUDA device.
+        new_model: the stage belongs to a model that has not run through kernels before, and may need others.
     """
     _wait_for_triton()
+    if new_model and False in _cold:
+        _cold.clear()
     if device.type == "cuda" and False not in _cold:
         _rehearse(stage, device, tells=True)
 
