@@ -201,6 +201,6 @@ def _step_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"a draft step ({found['runtime']}) with {entry['branches']} branch{'es' * (entry['branches'] > 1)} at "
         f"{found['context']} of context: {entry['ms']:.3f} ms, {entry['times_the_limit']:.2f} times the "
-        f"{found['limit_ms']:.3f} ms that reading {found['weight_bytes'] / 1e9:.2f} GB of draft weights takes"
+        f"{found['limit_ms']:.3f} ms that reading {found['weight_bytes'] / 1e9:.2g} GB of draft weights takes"
         for entry in found["steps"]
     ]
