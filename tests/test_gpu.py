@@ -103,7 +103,7 @@ def test_compiled_layers_in_half_precision_call_our_attention(family, monkeypatc
 def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
     """On a machine that seems to have built no kernel yet, for a greedy text and for a drawn one.
 
-    Where all seem to be on disk, each model's first is met to see that.
+    Where all seem to be on disk, the first that each model needs is met to see that, and no other.
     """
     target, draft, tokenizer = load_demo_pair(device="cuda")
     inputs = tokenizer(python_prompts()[0].prompt, return_tensors="pt").to("cuda")
@@ -115,11 +115,14 @@ def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
         met.clear()
         monkeypatch.setattr(rehearsal, "_cold", [True] if cold else [])
         monkeypatch.setattr(rehearsal, "LONG", 60.0)  # whatever is built within that was on disk
-        monkeypatch.setattr(Rehearsal, "build", lambda self, *args: (met.append(args[0]), build(self, *args)))
+        # What is built aside is no model's.
+        monkeypatch.setattr(
+            Rehearsal, "build", lambda self, *args: (self.tells and met.append(args[0]), build(self, *args))
+        )
         model = specbranch(on_gpu(target))
         kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False}
         got = model.generate(**kwargs, assistant_model=on_gpu(draft), specbranch=settings)
-        assert torch.equal(got, target.generate(**kwargs)) and (len(met) > 10) == cold
+        assert torch.equal(got, target.generate(**kwargs)) and met and (len(met) > 2) == cold
         torch.manual_seed(5)
         drawn_texts.append(model.generate(**drawn, assistant_model=on_gpu(draft), specbranch=settings))
     assert torch.equal(*drawn_texts)

@@ -3,40 +3,21 @@
 import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
 from hf_specbranch.kernels.fuse import _RECIPES
-from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, _rehearsal, rehearse_aside, rehearsing, room
+from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, rehearse_aside, rehearsing, room
 from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.runners.graph import GraphRunner
 from hf_specbranch.runners.probe import mask_maker_for
 
 from .families import make
+from .rehearsals import in_rehearsal
 
 GPU = torch.device("cuda")  # only its name is looked at where no kernel is built
-
-
-class Nothing(Rehearsal):
-    """Builds nothing."""
-
-    def __init__(self):
-        self.met = []
-
-    def build(self, kernel, *_):
-        self.met.append(kernel)
-
-
-@contextmanager
-def in_rehearsal():
-    before = _rehearsal.set(found := Nothing())
-    try:
-        yield found
-    finally:
-        _rehearsal.reset(before)
 
 
 def test_a_kernel_is_launched_outside_a_rehearsal_and_met_inside():
@@ -51,7 +32,7 @@ def test_a_kernel_is_launched_outside_a_rehearsal_and_met_inside():
     with in_rehearsal() as found:
         kernel[(2, 1)](3, BLOCK=4)
         assert not room((2, 3), torch.long, torch.device("cpu")).any()
-    assert launched == [((2, 1), (3,), {"BLOCK": 4})] and found.met == [kernel]
+    assert launched == [((2, 1), (3,), {"BLOCK": 4})] and found.kernels == [kernel]
 
 
 def test_arguments_that_triton_does_not_tell_apart_share_a_build():
@@ -97,12 +78,18 @@ def new_process(monkeypatch):
     monkeypatch.setattr(rehearsal, "_set_up", threading.Event())
 
 
-@pytest.mark.parametrize("seconds, cold", [(0.2, True), (0.0, False)])
-def test_the_user_is_told_once_that_kernels_are_built(seconds, cold, new_process, monkeypatch, caplog):
+def until_told():
+    """As a kernel is built that is not on disk: for longer than anyone waits to see whether it is."""
+    while not rehearsal._cold:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeypatch, caplog):
     """And not where they are found on disk: then the rehearsal ends with the second."""
-    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
-    monkeypatch.setattr(Rehearsal, "_build", lambda *_: time.sleep(seconds))
     met, kernels = [], [Kernel(Jitted()) for _ in range(4)]
+    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
+    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: cold and kernel is kernels[1] and until_told())
 
     def stage():
         for kernel in kernels:
@@ -127,7 +114,8 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
 
     def build(_, kernel, *__):
         assert may_build.wait(10)
-        time.sleep(0.2 if cold and kernel is own else 0.0)
+        if cold and kernel is own:
+            until_told()
         order.append(kernel)
 
     def aside():
@@ -150,17 +138,18 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
 
 
 def test_a_further_model_may_need_kernels_that_are_not_on_disk(new_process, monkeypatch):
-    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: time.sleep(0.2 if kernel is another else 0.0))
-    monkeypatch.setattr(rehearsal, "LONG", 0.1)
     setting_up, own, another = (Kernel(Jitted()) for _ in range(3))
-    stages = [
-        lambda kernels=kernels: [kernel[(1,)]() for kernel in kernels] for kernels in ([setting_up, own], [another])
-    ]
-    told = []
-    for stage, new_model in ((stages[0], True), (stages[1], False), (stages[1], True), (stages[0], True)):
-        rehearse(stage, GPU, new_model)
-        told.append(list(rehearsal._cold))
-    assert told == [[False], [False], [True], [True]]  # once some are missing, every stage may meet them
+    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: kernel is another and until_told())
+
+    def told(kernels, new_model, long):
+        monkeypatch.setattr(rehearsal, "LONG", long)
+        rehearse(lambda: [kernel[(1,)]() for kernel in kernels], GPU, new_model)
+        return list(rehearsal._cold)
+
+    assert told([setting_up, own], new_model=True, long=10) == [False]
+    assert told([another], new_model=False, long=0.05) == [False]
+    assert told([another], new_model=True, long=0.05) == [True]
+    assert told([own], new_model=True, long=10) == [True]  # once some are missing, every stage may meet them
 
 
 def test_a_launch_waits_until_triton_is_set_up_aside_even_if_that_fails(new_process):

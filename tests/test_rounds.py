@@ -38,7 +38,7 @@ from hf_specbranch.decoding.verify import NONE, judge_choices, judge_samples
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.prepare import _kernels_of_every_model
-from hf_specbranch.kernels.rehearsal import Rehearsal, _rehearsal, rehearsing
+from hf_specbranch.kernels.rehearsal import rehearsing
 from hf_specbranch.kernels.rounds import memory, tips
 from hf_specbranch.runners.base import Step
 from hf_specbranch.runners.desk import Desk
@@ -46,6 +46,7 @@ from hf_specbranch.runners.eager import SMALLEST, EagerRunner
 from hf_specbranch.runners.probe import mask_maker_for
 
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
+from .rehearsals import in_rehearsal
 from .test_fixed_stages import COUNTS
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -740,16 +741,6 @@ def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, mon
     assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
 
 
-class BuildsNothing(Rehearsal):
-    """Kernels are not launched. The interpreter has nothing to build."""
-
-    def __init__(self):
-        self.met = set()
-
-    def build(self, jitted, *_):
-        self.met.add(jitted)
-
-
 class RehearsingDesk(Desk):
     """Rehearses every stage each time, if the stage says that it can be."""
 
@@ -757,13 +748,10 @@ class RehearsingDesk(Desk):
 
     def run(self, key, stage, in_kernels=False):
         if in_kernels:
-            before = _rehearsal.set(rehearsal := BuildsNothing())
-            try:
+            with in_rehearsal() as rehearsal:
                 stage()
-            finally:
-                _rehearsal.reset(before)
             type(self).rehearsed += 1
-            type(self).met |= rehearsal.met
+            type(self).met.update(rehearsal.kernels)
         stage()
 
 
@@ -924,28 +912,11 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
     assert built == every
 
 
-class Kinds:
-    """A rehearsal that builds nothing and notes what Triton would have compiled."""
-
-    def __init__(self):
-        self.met = set()
-
-    def build(self, kernel, _, args, options):
-        self.met.add(kernel.kind(args, options))
-
-    def of(self, stage):
-        before = _rehearsal.set(self)
-        try:
-            stage()
-        finally:
-            _rehearsal.reset(before)
-        return self.met
-
-
 @pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
 def test_what_is_built_aside_is_what_the_first_rounds_launch():
     pytest.importorskip("triton")
-    aside = Kinds().of(lambda: _kernels_of_every_model(torch.device(DEVICE)))
+    with in_rehearsal() as aside:
+        _kernels_of_every_model(torch.device(DEVICE))
     case = Case(
         seed=0, rows=1, gamma=3, vocabulary=40, own=0, policy="vanilla", width=4, outcomes=0, leaves=0, epsilon=0.4,
         cuts=False, penalty=1.0, draws=False,
@@ -958,9 +929,10 @@ def test_what_is_built_aside_is_what_the_first_rounds_launch():
     )
     logits = torch.zeros((1, 1, case.vocabulary), device=DEVICE)
     drafted, report = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
-    passes = Kinds().of(lambda: target._pass(chain, SMALLEST, lambda *_: Step(logits)))
-    verdicts = Kinds().of(lambda: judge._decide(logits, chain, branches, drafted, report))
-    assert len(aside) == 4 and len(passes) == len(verdicts) == 1 and passes | verdicts <= aside
+    with in_rehearsal() as rounds_begin:
+        target._pass(chain, SMALLEST, lambda *_: Step(logits))
+        judge._decide(logits, chain, branches, drafted, report)
+    assert len(aside.kinds) == 4 and len(rounds_begin.kinds) == 2 and rounds_begin.kinds <= aside.kinds
 
 
 @pytest.mark.slow

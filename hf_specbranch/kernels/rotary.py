@@ -215,7 +215,7 @@ def _rotary_kernel(
         source = query + row * query_row + program * query_head + token * query_token
         target = out + row * out_row + program * out_head
         apart_tokens, weight = out_token, query_weight
-    elif program < heads + key_heads:
+    elif turns:
         source = key + row * key_row + (program - heads) * key_head + token * key_token
         target = keys + row * keys_row + (program - heads) * keys_head
         apart_tokens, weight = keys_slot, key_weight

@@ -1,0 +1,31 @@
+"""A rehearsal in which nothing is built; what it has met can be looked at."""
+
+from contextlib import contextmanager
+
+from hf_specbranch.kernels.rehearsal import Rehearsal, _rehearsal
+
+
+class BuildsNothing(Rehearsal):
+    def __init__(self):
+        self.met = []  # (kernel, its arguments, its options)
+
+    def build(self, kernel, grid, args, options):
+        self.met.append((kernel, args, options))
+
+    @property
+    def kernels(self):
+        return [kernel for kernel, _, _ in self.met]
+
+    @property
+    def kinds(self):
+        """What Triton would have compiled."""
+        return {kernel.kind(args, options) for kernel, args, options in self.met}
+
+
+@contextmanager
+def in_rehearsal():
+    before = _rehearsal.set(found := BuildsNothing())
+    try:
+        yield found
+    finally:
+        _rehearsal.reset(before)
