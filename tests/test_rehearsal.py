@@ -6,10 +6,12 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
 from hf_specbranch.kernels.fuse import _RECIPES
 from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, rehearse_aside, rehearsing, room
+from hf_specbranch.kernels.trial import Call, agreeing
 from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.runners.graph import GraphRunner
 from hf_specbranch.runners.probe import mask_maker_for
@@ -103,6 +105,25 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
         ["hf_specbranch builds its GPU kernels: some seconds, once on this machine"] if cold else []
     )
     assert len(met) == (8 if cold else 2)
+
+
+def test_a_trial_does_not_take_the_end_of_a_rehearsal_for_a_failure(new_process, monkeypatch):
+    setting_up, own, met = Kernel(Jitted()), Kernel(Jitted()), []
+    monkeypatch.setattr(rehearsal, "LONG", 10)
+    monkeypatch.setattr(Rehearsal, "_build", lambda *_: None)
+    x, modules = torch.ones(1, 2), [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
+
+    def stand_in(x):
+        met.append(own)
+        own[(1,)]()
+        return x
+
+    def trial():
+        setting_up[(1,)]()
+        agreeing(dict.fromkeys(modules, stand_in), dict.fromkeys(modules, Call((x,), {}, x)))
+
+    rehearse(trial, GPU)
+    assert met == [own]
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -36,10 +36,11 @@ from .recognise import (
     looks_like_mlp,
     recognise,
     untouched,
+    watch,
 )
 from .rehearsal import rehearse, rehearsing
 from .storage import join, joined, separate
-from .trial import Forward
+from .trial import Call, Forward
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth a measurement
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that may wait in the allocator
@@ -162,22 +163,24 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
         if rehearsing():
             raise RuntimeError("nothing can be tried in a rehearsal")
 
+        calls = watch(model)
+
         def trial_and_passes() -> None:
-            _RECIPES[model] = _find_out(model, implementation, structure)  # in a rehearsal every candidate will do
+            _RECIPES[model] = _find_out(model, calls, implementation, structure)  # now every candidate will do
             passes()
 
         try:
             rehearse(trial_and_passes, model.device, new_model=True)
         finally:
             _RECIPES.pop(model, None)
-        recipe = _RECIPES[model] = _find_out(model, implementation, structure)
+        recipe = _RECIPES[model] = _find_out(model, calls, implementation, structure)
     return recipe
 
 
-def _find_out(model: PreTrainedModel, implementation: str, structure: int) -> Recipe:
+def _find_out(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:
     shared, readers = Shared(), _readers_of_one_input(model)
     shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
-    forwards = recognise(model, shared, implementation == "sdpa")
+    forwards = recognise(model, calls, shared, implementation == "sdpa")
     attention = registered_attention(model, implementation)
     shared.weights = {}  # or weights that the model no longer has would live on
     _forget(shared)

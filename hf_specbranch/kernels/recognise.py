@@ -35,15 +35,17 @@ from .trial import Call, Forward, agreeing, errors_of, evaluating, tolerance, wi
 TRIED = 16  # tokens: kernels compiled for this many serve up to 16 queries over any cache that 16 divides
 
 
-def recognise(model: PreTrainedModel, shared: Shared, uncapped: bool) -> dict[nn.Module, Forward]:
+def recognise(
+    model: PreTrainedModel, calls: dict[nn.Module, Call], shared: Shared, uncapped: bool
+) -> dict[nn.Module, Forward]:
     """Stand-ins for the modules that compute what the kernels compute, each tried on its own input.
 
     Args:
         model: the model.
+        calls: what its modules were given and gave, from `watch`.
         shared: what the stand-ins are to share.
         uncapped: the model's attention ignores soft caps and sinks.
     """
-    calls = _watch(model)
     norms = _norms(calls, shared)
     forms = {module: forward.form for module, forward in norms.items()}
     found: dict[nn.Module, Forward] = {**norms, **_angles(model)}
@@ -241,7 +243,7 @@ def _final_norm(model: PreTrainedModel) -> nn.Module | None:
 
 
 @torch.no_grad()
-def _watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
+def watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
     """Send a few tokens through the model and note what the candidates were given and gave."""
     calls: dict[nn.Module, Call] = {}
 
