@@ -10,6 +10,7 @@ from transformers.generation import GenerationMode
 from .config import SpecBranchConfig
 from .decoding.engine import check_cache
 from .decoding.policies import POLICIES
+from .walk import every_parameter
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
 LARGEST_PADDING = 0.01
@@ -26,7 +27,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         raise ValueError(
             f"the {role} {name} keeps a recurrent state, which cannot be rolled back: choose an attention-only model"
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in every_parameter(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
 
 

@@ -336,7 +336,7 @@ def test_while_layers_are_compiled_another_thread_may_begin_a_generation(asked):
 
 
 def test_whoever_leaves_last_puts_the_attention_back(asked):
-    model = llama().to(torch.bfloat16)
+    model = make("gpt-neox").to(torch.bfloat16)
     for contexts in ([compiled_layers(model, TRACED, our_attention=True), fused(model)], [fused(model), fused(model)]):
         for context in contexts:
             context.__enter__()
@@ -344,6 +344,16 @@ def test_whoever_leaves_last_puts_the_attention_back(asked):
         assert model.config._attn_implementation != "sdpa"
         contexts[1].__exit__(None, None, None)
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_where_every_attention_has_a_stand_in_nobody_asks_for_another(asked):
+    model = llama().to(torch.bfloat16)
+    with fused(model):
+        assert model.config._attn_implementation == "sdpa"
+    with compiled_layers(model, TRACED, our_attention=True):
+        with fused(model):
+            pass
+        assert model.config._attn_implementation != "sdpa"
 
 
 def test_an_interrupt_while_layers_are_opened_leaves_no_trace(asked, monkeypatch):

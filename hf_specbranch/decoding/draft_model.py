@@ -11,7 +11,7 @@ from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
 from .fixed_scoring import FixedScorer
-from .reading import is_short, read_in_chunks
+from .reading import is_short, read_at_once
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
 
 
@@ -63,7 +63,7 @@ class DraftModel:
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
         if self.desk.fixed and mask is None and is_short(tokens):
-            read_in_chunks(self.runner, self.own_tokens(tokens), self.positions)
+            read_at_once(self.runner, self.own_tokens(tokens), self.positions)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # it must see every prefix, this one too

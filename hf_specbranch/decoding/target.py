@@ -13,7 +13,7 @@ from ..runners.base import Step
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
-from .reading import is_short, read_in_chunks
+from .reading import is_short, read_at_once
 from .records import Chain, Leaves
 from .text import Text
 
@@ -73,7 +73,7 @@ class Target:
         prompt = self.text.ids[:, : self.text.prompt_length]
         if self.desk.fixed and self.tokens_alone and is_short(prompt):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            return Step(self.desk.keep("target.logits1", read_in_chunks(self.runner, prompt, positions)))
+            return Step(self.desk.keep("target.logits1", read_at_once(self.runner, prompt, positions)))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()

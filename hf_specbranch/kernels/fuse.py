@@ -6,7 +6,7 @@ Both leave the model as transformers knows it: the same modules, the same parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..walk import every_module
 from .asked import asking_for, own_attention
 from .backend import FLOATS
 from .forwards import (
@@ -117,7 +118,8 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         return
     register()
     config = model.config.get_text_config(decoder=True)
-    recipe = _recipe(model, own_attention(config))
+    own = own_attention(config)
+    recipe = _recipe(model, own)
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
         stack.callback(setattr, recipe.shared, "weights", {})
@@ -126,7 +128,8 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.callback(_forget, recipe.shared)
         hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
         stack.callback(hook.remove)
-        stack.enter_context(asking_for(config, recipe.attention))
+        if recipe.attention != own:
+            stack.enter_context(asking_for(config, recipe.attention))
         for module, forward in list(_valid(model, recipe)):  # all are looked at before the first is changed
             module.forward = forward
             stack.callback(module.__dict__.pop, "forward", None)
@@ -141,12 +144,17 @@ def can_rehearse(model: PreTrainedModel, passes: Callable[[], object] = lambda: 
         passes: are rehearsed with the trial that tells, so that their kernels are built at the same time; whatever they
             leave behind must not matter.
     """
-    if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in model.modules()):
+    if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in every_module(model)):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
     stand_ins = _valid(model, _recipe(model, own_attention(config), passes))
-    attentions = sum(isinstance(stand_in, AttentionForward) for _, stand_in in stand_ins)
-    return attentions == int(config.num_hidden_layers)
+    return _all_attention(model, (stand_in for _, stand_in in stand_ins))
+
+
+def _all_attention(model: PreTrainedModel, stand_ins: Iterable[Forward]) -> bool:
+    """Whether there is one for every layer's attention."""
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    return sum(isinstance(stand_in, AttentionForward) for stand_in in stand_ins) == layers
 
 
 def _forget(shared: Shared) -> None:
@@ -156,7 +164,7 @@ def _forget(shared: Shared) -> None:
 
 
 def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], object] = lambda: None) -> Recipe:
-    parts = tuple((id(module), type(module)) for module in model.modules())
+    parts = tuple((id(module), type(module)) for module in every_module(model))
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
@@ -181,7 +189,9 @@ def _find_out(model: PreTrainedModel, calls: dict[nn.Module, Call], implementati
     shared, readers = Shared(), _readers_of_one_input(model)
     shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
     forwards = recognise(model, calls, shared, implementation == "sdpa")
-    attention = registered_attention(model, implementation)
+    attention = implementation  # nobody will ask for it where all have stand-ins
+    if not _all_attention(model, forwards.values()):
+        attention = registered_attention(model, implementation)
     shared.weights = {}  # or weights that the model no longer has would live on
     _forget(shared)
     return Recipe(structure, shared, forwards, attention, readers)
@@ -201,7 +211,7 @@ def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, 
         if "forward" not in module.__dict__ and all(untouched(part) for part in _bypassed(module, forward)):
             bypassed.update(_bypassed(module, forward))
             yield module, forward
-    for module in model.modules():
+    for module in every_module(model):
         if type(module) is nn.Linear and module not in bypassed and "forward" not in module.__dict__:
             if module.weight.is_cuda and module.weight.numel() >= SMALLEST_PRODUCT and module.weight.dtype in FLOATS:
                 yield module, LinearForward(module, recipe.shared)
@@ -222,8 +232,8 @@ def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
 
 def _readers_of_one_input(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
     """The products that could be one: q, k and v, gate and up."""
-    readers = [attention_inputs(module) for module in model.modules() if looks_like_attention(module)]
-    readers += [mlp_inputs(module) for module in model.modules() if looks_like_mlp(module)]
+    readers = [attention_inputs(module) for module in every_module(model) if looks_like_attention(module)]
+    readers += [mlp_inputs(module) for module in every_module(model) if looks_like_mlp(module)]
     return [layers for layers in readers if len(layers) > 1]
 
 
@@ -239,7 +249,7 @@ def _weights(
     """All weights by shape, joint ones as one."""
     wholes = [whole for layers in readers if (whole := joined([layer.weight for layer in layers])) is not None]
     weights: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-    for weight in (*wholes, *(module.weight for module in model.modules() if type(module) is nn.Linear)):
+    for weight in (*wholes, *(module.weight for module in every_module(model) if type(module) is nn.Linear)):
         weights.setdefault((weight.shape, weight.dtype), []).append(weight.detach())
     return weights
 

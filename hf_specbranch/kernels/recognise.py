@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..walk import every_module
 from .asked import asking_for
 from .backend import FLOATS
 from .forwards import (
@@ -209,7 +210,7 @@ def _angles(model: PreTrainedModel) -> dict[nn.Module, Forward]:
     found: dict[nn.Module, Forward] = {}
     x = model.get_input_embeddings().weight[:1, None]
     positions = (torch.arange(TRIED, device=x.device) * 2047)[None]
-    for module in model.modules():
+    for module in every_module(model):
         if not looks_like_angles(module):
             continue
         try:
@@ -251,7 +252,7 @@ def watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
         calls.setdefault(module, Call(args, kwargs, output))
 
     looks = (looks_like_norm, looks_like_mlp, looks_like_attention, looks_like_layer)
-    watched = [module for module in model.modules() if any(look(module) for look in looks)]
+    watched = [module for module in every_module(model) if any(look(module) for look in looks)]
     with evaluating(model), ExitStack() as stack:
         for module in watched:
             stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..kernels import prepare
 from ..kernels.backend import HALF_PRECISION
+from ..walk import every_module, every_parameter
 from . import graph
 from .eager import EagerRunner
 from .probe import mask_maker_for
@@ -71,7 +72,7 @@ def _say_once(model: PreTrainedModel, role: str, reason: str) -> None:
 
 def why_not_captured(model: PreTrainedModel) -> str:
     """Why this model must run eagerly; empty if it need not."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in every_parameter(model)}
     if any(device.type != "cuda" for device in devices):
         return "it is not on a CUDA device"
     if len(devices) > 1:
@@ -80,7 +81,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is quantised"
     if getattr(model, "_hf_peft_config_loaded", False):
         return "it has adapters, which may be switched between calls"
-    if any(_is_watched(module) for module in model.modules()):
+    if any(_is_watched(module) for module in every_module(model)):
         return "it has forward hooks, which a replay would not call"
     return ""
 

@@ -41,7 +41,8 @@ class EagerRunner:
         self.slot_positions = torch.zeros((0, 0), dtype=torch.long, device=self.device)  # [B, capacity]
         config = model.config.get_text_config(decoder=True)
         self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
-        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for `slots` slots in each of `rows` rows."""
@@ -54,7 +55,6 @@ class EagerRunner:
     def prefill(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Run tokens [B, P] through the model's own causal path and return the last logits [B, V]."""
         self.place(positions)
-        extra: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
         self.cache.append()
         output = self.model(
             input_ids=tokens,
@@ -62,7 +62,7 @@ class EagerRunner:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            **extra,
+            **self.last_alone,
         )
         logits: Tensor = output.logits[:, -1]
         return logits

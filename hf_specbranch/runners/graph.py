@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..kernels import can_rehearse, fuse, fused, rehearse
 from ..kernels.asked import own_attention
+from ..walk import every_buffer, every_module, every_parameter
 from .base import Step
 from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 # How the layers of a model run: as transformers wrote them, through our kernels, or compiled, around our attention or
 # their own.
 Layers = Literal["plain", "fused", "compiled", "compiled, our attention"]
-MOST_QUERIES = 256  # longer forwards are rare and run eagerly
+MOST_QUERIES = 1024  # longer forwards are bound by the device, and run eagerly
+MANY_QUERIES = 256  # for which libraries do other things than for one
 MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
 
 
@@ -84,7 +86,7 @@ class GraphRunner(EagerRunner):
             return
         rows, shown = self.slot_positions.shape
         try:
-            for queries in (1, 1, MOST_QUERIES):
+            for queries in (1, 1, MANY_QUERIES):
                 tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
                 visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
                 self.forward_as_it_is(tokens, tokens, tokens, visible)
@@ -181,16 +183,18 @@ def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
         mode = torch.cuda.get_sync_debug_mode()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                runner.forward(tokens, tokens, tokens, sees_itself)  # what is set up on first use may wait
-                torch.cuda.set_sync_debug_mode("error")
-                runner.forward(tokens, tokens, tokens, sees_itself)
-                _ASKS[model] = ""
-            except RuntimeError as error:
-                _ASKS[model] = f"its forward cannot be captured ({str(error).splitlines()[0]})"
-                logger.warning("%s runs eagerly: %s", type(model).__name__, _ASKS[model])
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
+            for _ in range(2):  # the second time if it fails: what is set up on first use may wait
+                try:
+                    torch.cuda.set_sync_debug_mode("error")
+                    runner.forward(tokens, tokens, tokens, sees_itself)
+                    _ASKS[model] = ""
+                    break
+                except RuntimeError as error:
+                    _ASKS[model] = f"its forward cannot be captured ({str(error).splitlines()[0]})"
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
+        if _ASKS[model]:
+            logger.warning("%s runs eagerly: %s", type(model).__name__, _ASKS[model])
     return _ASKS[model]
 
 
@@ -221,9 +225,9 @@ def drop(model: PreTrainedModel) -> None:
 
 def fingerprint(model: PreTrainedModel) -> int:
     """Changes with everything a captured graph has baked in: where weights lie, their dtype, and modes."""
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = (*every_parameter(model), *every_buffer(model))
     weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
-    training = tuple(module.training for module in model.modules())
+    training = tuple(module.training for module in every_module(model))
     config = model.config.get_text_config(decoder=True)
     modes = (
         own_attention(config),
