@@ -66,9 +66,6 @@ def _obeys(model: PreTrainedModel, masks: MaskMaker) -> bool:
     ids = (torch.arange(8, device=device) * 7 + 1) % vocabulary
     prefix, one, two, three = ids[None, :5], ids[5:6], ids[6:7], ids[7:8]
     # Equally long: nothing that is compared sees the last token of the first row.
-    # Equally long: nothing that is compared sees the last token of the first row.
-    # Equally long: nothing that is compared sees the last token of the first row.
-    # Equally long: nothing that is compared sees the last token of the first row.
     rows = torch.stack([torch.cat([prefix[0], one, one]), torch.cat([prefix[0], two, three])])
     with evaluating(model):
         plain = model(input_ids=rows, use_cache=False).logits
