@@ -9,6 +9,7 @@ import torch
 from hf_specbranch import specbranch
 from hf_specbranch.runners import choose, graph
 from hf_specbranch.runners.choose import _is_watched, why_not_captured
+from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.runners.graph import fingerprint, round_up
 from hf_specbranch.runners.probe import mask_maker_for
 
@@ -120,3 +121,23 @@ def test_what_is_kept_goes_with_the_model_or_on_request(target):
             attached_model = specbranch(model)
             attached_model.detach_specbranch()
         assert len(graph._IDLE) == kept - 1
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_model_that_waits_once_is_asked_again(failures, target, monkeypatch, caplog):
+    """What is set up on first use may wait for the device; what waits every time cannot be captured."""
+    model, masks = copy.deepcopy(target), mask_maker_for(target, "target")
+    asked, modes, waits = [], ["default"], iter([True] * failures + [False])
+
+    def forward(*_):
+        asked.append(modes[-1])
+        if next(waits):
+            raise RuntimeError("called a synchronizing CUDA operation\nsomewhere")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(EagerRunner, "forward", forward)
+    reason = graph.why_it_asks(model, masks)
+    assert asked == ["error"] * min(failures + 1, 2) and modes[-1] == "default"
+    assert bool(reason) == (failures == 2) == ("runs eagerly" in caplog.text)
+    assert graph.why_it_asks(model, masks) == reason and len(asked) <= 2
