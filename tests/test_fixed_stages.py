@@ -56,7 +56,7 @@ def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, dr
 
 
 @pytest.mark.parametrize("length", [32, 33, 70])
-def test_a_text_read_in_chunks_is_the_text_read_at_once(length, draft):
+def test_a_text_that_fills_a_pass_is_the_text_the_model_reads(length, draft):
     """Keys and values are those of the whole text read by the model itself."""
     tokens = prompt(length=length)["input_ids"]
     caches = []

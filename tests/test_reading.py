@@ -121,14 +121,43 @@ def test_a_sliding_window_slides_over_such_a_prompt(length, read):
     assert torch.equal(out, target.generate(**kwargs)) and read == [length]
 
 
-@pytest.mark.parametrize("length", [65, 98])
-def test_filling_does_not_leave_the_positions_a_model_has_learned(length, read):
+@pytest.mark.parametrize(("length", "most"), [(65, 35), (98, 2), (70, 400)])
+def test_filling_does_not_leave_the_positions_a_model_has_learned(length, most, read):
+    """Nor where more tokens may be asked for than it has positions: the text may end earlier, and here it does."""
     torch.manual_seed(0)
     settings = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=100)
     target = sharpened(GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=EOS, bos_token_id=1, pad_token_id=PAD)))
-    kwargs = run(tokens(length), max_new_tokens=100 - length)
+    kwargs = run(tokens(length), max_new_tokens=most)
+    if most > 100:
+        kwargs["eos_token_id"] = int(target.generate(**{**kwargs, "max_new_tokens": 3})[0, -1])
     out = attached(target).generate(**kwargs, assistant_model=noisy_copy(target, 0.1, 1), specbranch=config())
-    assert torch.equal(out, target.generate(**kwargs)) and read == [length]
+    assert torch.equal(out, target.generate(**kwargs)) and out.shape[1] <= 100 and read == [length]
+
+
+class Talkative(LlamaForCausalLM):
+    """Gives logits behind every token, whatever it is asked for."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, Talkative])
+def test_no_logits_are_made_but_the_last_where_the_model_can_leave_them_out(kind, read, pair, monkeypatch):
+    target, draft = (copy.deepcopy(model) for model in pair)
+    target.__class__ = draft.__class__ = kind
+    shapes, forward = [], EagerRunner.forward
+
+    def look_on(self, tokens, *args, **kwargs):
+        step = forward(self, tokens, *args, **kwargs)
+        if tokens.shape[1] == 128:
+            shapes.append(step.logits.shape)
+        return step
+
+    monkeypatch.setattr(EagerRunner, "forward", look_on)
+    kwargs = run(tokens(100))
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config("vanilla"))
+    assert torch.equal(out, pair[0].generate(**kwargs)) and read == [100]
+    assert shapes == [(1, 1 if kind is LlamaForCausalLM else 128, VOCABULARY)] * 2
 
 
 @pytest.mark.parametrize("length", [1, 40, 64])

@@ -32,14 +32,14 @@ def read_at_once(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Tens
     Args:
         runner: the model and its cache.
         tokens: [B, P] without padding.
-        positions: [B, P or more] of what the slots hold; within what the model knows, behind the text too.
+        positions: [B, P or more] of what the slots hold.
     """
     rows, length = tokens.shape
     filled = filled_up(length)
     runner.reserve(rows, filled)
     every = torch.arange(filled, device=tokens.device)
     slots = every.roll(filled - length)
-    positions = positions[:, slots.clamp(max=positions.shape[1] - 1)]
+    positions = positions[:, slots.clamp(max=length - 1)]  # no further, or they might leave those a model knows
     visible = (every <= slots[:, None]).expand(rows, -1, -1)
     tokens = pad(tokens, (filled - length, 0))
     return runner.forward(tokens, positions, slots.repeat(rows, 1), visible, **runner.last_alone).logits[:, -1:]

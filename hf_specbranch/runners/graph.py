@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -180,22 +180,29 @@ def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
         runner = EagerRunner(model, masks)
         runner.reserve(1, 1)
         sees_itself = torch.ones((1, 1, 1), dtype=torch.bool, device=tokens.device)
-        mode = torch.cuda.get_sync_debug_mode()
+        forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(2):  # the second time if it fails: what is set up on first use may wait
-                try:
-                    torch.cuda.set_sync_debug_mode("error")
-                    runner.forward(tokens, tokens, tokens, sees_itself)
-                    _ASKS[model] = ""
-                    break
-                except RuntimeError as error:
-                    _ASKS[model] = f"its forward cannot be captured ({str(error).splitlines()[0]})"
-                finally:
-                    torch.cuda.set_sync_debug_mode(mode)
+            _ASKS[model] = _why_it_waits(forward)
+            if _ASKS[model]:
+                with suppress(RuntimeError):
+                    forward()  # what is set up on first use may wait
+                _ASKS[model] = _why_it_waits(forward)
         if _ASKS[model]:
             logger.warning("%s runs eagerly: %s", type(model).__name__, _ASKS[model])
     return _ASKS[model]
+
+
+def _why_it_waits(forward: Callable[[], object]) -> str:
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        forward()
+        return ""
+    except RuntimeError as error:
+        return f"its forward cannot be captured ({str(error).splitlines()[0]})"
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:

@@ -19,7 +19,7 @@ _KNOWN: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()  # model 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
     """The mask maker under which this model computes what it should.
 
-    Two branches are packed into scattered slots of one row; their logits must be those of two plain runs.
+    Two branches are packed into scattered slots of one row; their logits must be those of a plain run of both.
 
     Args:
         model: the model to ask.
