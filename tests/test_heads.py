@@ -378,6 +378,7 @@ def test_the_commands_lead_from_prompts_to_a_measured_head(prompt_file, tmp_path
     assert LengthHead.from_pretrained(head).config.training["measured"]["max_new_tokens"] == 24
 
 
+@pytest.mark.slow
 def test_the_embedded_head_can_be_judged_and_stays_as_it_is():
     few = ["--draft", "weak", "--max-new-tokens", "6", "--temperatures", "0", "--json"]
     done = CliRunner().invoke(app, ["head", "eval", "--head", "embedded", *few])

@@ -77,7 +77,9 @@ def test_the_sequential_loop_samples_from_the_target(drafting):
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
-@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "pearl")), "specbranch"]
+)
 def test_processors_shape_the_distribution_as_in_plain_generate(policy, drafting):
     processors = [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)]
     settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
