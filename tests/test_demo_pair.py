@@ -96,6 +96,7 @@ def test_padded_batches_give_the_output_of_single_prompts() -> None:
         assert torch.equal(row, alone[0, single["input_ids"].shape[1] :])
 
 
+@pytest.mark.slow
 def test_the_good_draft_agrees_with_the_target_far_more_often_than_the_weak_one() -> None:
     good, weak = agreement("good", prompts=12, new_tokens=96), agreement("weak", prompts=12, new_tokens=96)
     assert 0.65 <= good <= 0.90

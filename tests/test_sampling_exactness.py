@@ -29,7 +29,7 @@ def assert_biased(settings, **run):
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
-@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+@pytest.mark.parametrize("policy", ["vanilla", pytest.param("pearl", marks=pytest.mark.slow), "specbranch"])
 def test_every_policy_samples_from_the_target(policy, drafting):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
@@ -112,7 +112,7 @@ class Whimsical(SpeculationHook):
         return torch.where(odd | unsure, 0, survivor.length)
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
 def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
     settings = config("specbranch", gamma=2, k=3, epsilon=0.3, draft_sampling=drafting)
     assert_exact(settings, hooks=[Whimsical()], samples=20_000)
