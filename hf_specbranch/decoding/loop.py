@@ -101,6 +101,7 @@ def hear(parts: Parts, step: Step) -> Feedback:
         text.hand_out()
     reports = judge.reports()
     outcomes = text.commit(reports, recorder.scores_so_far(judge.scores))
+    parts.target.check_room()
     if not text.fixed:
         text.hand_out()
     recorder.add(step, judge.scores, outcomes)

@@ -61,8 +61,11 @@ class Target:
         self.base = filled - text.prompt_length
         self.first_position = desk.tensor("target.first_position", (rows, 1))
         self.first_position.copy_(first_position[:, None])
-        # In a batch, rows with a short chain are filled up; the filling must not leave the context.
-        self.last = desk.tensor("target.last", (1,)).fill_(self.base + text.stopper.max_length - 1)
+        # What is drafted, or fills up rows with a short chain, must not leave the context.
+        last = self.base + text.stopper.max_length - 1
+        if runner.learned_positions is not None:
+            last = min(last, runner.learned_positions - 1 - int(first_position.max()))
+        self.last, self.room = desk.tensor("target.last", (1,)).fill_(last), last + 2 - self.base
         self.seen = desk.tensor("target.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :filled] = attention
         self.slots = torch.arange(capacity, out=desk.tensor("target.slots", (capacity,)))
@@ -97,6 +100,14 @@ class Target:
         stage = partial(self._pass, chain, shown, self.runner.forward_as_it_is)
         self.desk.run(key, lambda: self._keep_step(stage()), self.in_kernels)
         return self._kept_step(queries)
+
+    def check_room(self) -> None:
+        """Refuse to go on behind the positions that the model has learned, as it does itself."""
+        if max(self.text.lengths) > self.room:
+            raise ValueError(
+                f"the text has outgrown the {self.runner.learned_positions} positions that "
+                f"{type(self.runner.model).__name__} has learned: ask for fewer new tokens"
+            )
 
     def read_what_was_skipped(self) -> None:
         """Put the keys and values of a runner-up that has become text where others look for them.

@@ -14,6 +14,7 @@ from ..kernels.rehearsal import rehearsing
 from .base import Step
 from .desk import Desk
 from .masks import MaskMaker
+from .positions import learned_positions
 from .slots import SlotCache
 
 SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
@@ -41,6 +42,7 @@ class EagerRunner:
         self.slot_positions = torch.zeros((0, 0), dtype=torch.long, device=self.device)  # [B, capacity]
         config = model.config.get_text_config(decoder=True)
         self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
+        self.learned_positions = learned_positions(model)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
 

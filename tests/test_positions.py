@@ -1,0 +1,81 @@
+"""Models that have learned a table of positions: drafts may reach behind its end, texts may not."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+from hf_specbranch.runners.desk import Desk
+from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runners.positions import learned_positions
+
+from .families import make
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, noisy_copy
+
+LEARNED = 40
+SPECIAL = {"eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": PAD}
+
+
+def gpt2():
+    settings = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=LEARNED, **SPECIAL)
+    return GPT2LMHeadModel(settings)
+
+
+def opt():
+    settings = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=LEARNED, word_embed_proj_dim=32, **SPECIAL,
+    )  # fmt: skip
+    return OPTForCausalLM(settings)
+
+
+@pytest.fixture(params=[gpt2, opt], scope="module")
+def target(request):
+    torch.manual_seed(0)
+    model = request.param()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # texts that vary
+    return model.eval()
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "fixed"])
+def stages(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(EagerRunner, "captures", True)
+        monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+
+
+def run(length, more, rows=1, padding=0):
+    torch.manual_seed(length)
+    ids = torch.randint(3, VOCABULARY, (rows, length))
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": more, "do_sample": False}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), pytest.param(2, 5, marks=pytest.mark.slow)])
+def test_a_text_may_end_at_the_last_position_learned_whatever_was_drafted(rows, padding, policy, target, stages):
+    """Plain `generate()` gives one token behind the last position, and may be asked for more if it ends there."""
+    room = LEARNED + padding - 24 + 1
+    kwargs = run(24, room, rows, padding)
+    expected = target.generate(**kwargs, eos_token_id=None)
+    draft, settings = noisy_copy(target, noise=0.05, seed=1), config(policy, gamma=6, epsilon=0.0)
+    for at in (room, room - 3):
+        end = kwargs | {"max_new_tokens": 90, "eos_token_id": [int(row[24 + at - 1]) for row in expected]}
+        plain = target.generate(**end)
+        assert torch.equal(attached(target).generate(**end, assistant_model=draft, specbranch=settings), plain)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_text_that_goes_on_is_refused(policy, target, stages):
+    kwargs = run(24, 90) | {"eos_token_id": None}
+    with pytest.raises(IndexError):
+        target.generate(**kwargs)
+    draft, settings = noisy_copy(target, noise=0.05, seed=1), config(policy, gamma=6, epsilon=0.0)
+    with pytest.raises(ValueError, match=rf"outgrown the {LEARNED} positions that {type(target).__name__} has learned"):
+        attached(target).generate(**kwargs, assistant_model=draft, specbranch=settings)
+
+
+def test_rotary_models_have_learned_none():
+    assert [learned_positions(make(family)) for family in ("llama", "gemma3", "gpt-neox", "falcon")] == [None] * 4
