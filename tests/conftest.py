@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+from hf_specbranch.runners.desk import Desk
+from hf_specbranch.runners.eager import EagerRunner
+
 from .models import llama, noisy_copy
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
@@ -21,6 +24,13 @@ def target():
 def draft(target):
     """Agrees with the target often, not always."""
     return noisy_copy(target, noise=0.25, seed=1)
+
+
+@pytest.fixture
+def fixed_stages(monkeypatch):
+    """Stages of fixed shape, as where they are captured; here they run as they are."""
+    monkeypatch.setattr(EagerRunner, "captures", True)
+    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
 
 
 @pytest.fixture(scope="session")

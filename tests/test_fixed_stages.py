@@ -18,11 +18,7 @@ from hf_specbranch.stats import SpecBranchStats
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
-
-@pytest.fixture(autouse=True)
-def fixed_stages(monkeypatch):
-    monkeypatch.setattr(EagerRunner, "captures", True)
-    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+pytestmark = pytest.mark.usefixtures("fixed_stages")
 
 
 def both(model, draft, monkeypatch, **kwargs):

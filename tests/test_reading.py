@@ -13,7 +13,6 @@ from hf_specbranch.decoding import target as target_module
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.runners.choose import ASIDE
-from hf_specbranch.runners.desk import Desk
 from hf_specbranch.runners.eager import EagerRunner, round_up
 from hf_specbranch.runners.graph import MOST_QUERIES
 from hf_specbranch.runners.probe import mask_maker_for
@@ -26,12 +25,10 @@ ROOM = 640  # positions of the models here
 
 
 @pytest.fixture
-def fixed_stages(monkeypatch):
-    """Desks, and room in caches, as where stages are captured."""
+def fixed_stages(fixed_stages, monkeypatch):
+    """And as much room in caches as there."""
     reserve = EagerRunner.reserve
     monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, round_up(slots)))
-    monkeypatch.setattr(EagerRunner, "captures", True)
-    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
 
 
 @pytest.fixture
@@ -165,7 +162,7 @@ def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-    reading.read_at_once(runner, text, torch.arange(256)[None])
+    reading.read_at_once(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
     other = tokens(length)

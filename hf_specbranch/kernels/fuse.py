@@ -174,7 +174,7 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
         calls = watch(model)
 
         def trial_and_passes() -> None:
-            _RECIPES[model] = _find_out(model, calls, implementation, structure)  # now every candidate will do
+            _RECIPES[model] = _find_out(model, calls, implementation, structure)  # all will do in a rehearsal
             passes()
 
         try:

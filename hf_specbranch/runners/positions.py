@@ -20,9 +20,8 @@ def learned_positions(model: PreTrainedModel) -> int | None:
         None
     """
     limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    words = (model.get_input_embeddings(), model.get_output_embeddings())
-    for module in every_module(model):
-        if limit is not None and isinstance(module, nn.Embedding) and module not in words:
-            if limit <= module.num_embeddings <= limit + OFFSET:
-                return limit
-    return None
+    if limit is None:
+        return None
+    words = model.get_input_embeddings()
+    tables = (module for module in every_module(model) if isinstance(module, nn.Embedding) and module is not words)
+    return limit if any(limit <= table.num_embeddings <= limit + OFFSET for table in tables) else None
