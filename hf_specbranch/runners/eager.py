@@ -45,6 +45,7 @@ class EagerRunner:
         self.learned_positions = learned_positions(model)
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
+        self.quiet = quiet_arguments(model)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for `slots` slots in each of `rows` rows."""
@@ -64,6 +65,7 @@ class EagerRunner:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
+            **self.quiet,
             **self.last_alone,
         )
         logits: Tensor = output.logits[:, -1]
@@ -98,6 +100,7 @@ class EagerRunner:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
+            **self.quiet,
             **extra,
         )
         return Step(output.logits, output.get("hidden_states"), output.get("attentions"))
@@ -105,6 +108,14 @@ class EagerRunner:
     def move(self, source: Tensor, destination: Tensor) -> None:
         self.slot_positions.scatter_(1, destination, self.slot_positions.gather(1, source))
         self.cache.move(source, destination)
+
+
+def quiet_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments that keep a forward from computing what no generation uses: router losses need a mask of two
+    dimensions.
+    """
+    known = inspect.signature(model.forward).parameters
+    return {"output_router_logits": False} if "output_router_logits" in known else {}
 
 
 def round_up(slots: int) -> int:

@@ -1,7 +1,20 @@
-"""Does this model's attention obey an explicit mask? Asked once of each model, by trying."""
+"""Does this model's attention obey an explicit mask? Asked once of each model, by trying.
+
+Branches of a text share one cache: each query of a pass sees its own set of slots. Three checks show that a model
+computes the right thing then. The first two are exact in every dtype, since the passes they compare differ in the
+contents of some slots and in nothing else:
+
+1. A query does not depend on slots that it must not see.
+2. In every layer it depends on a slot that it must see, however far away.
+3. Its logits are those of an ordinary run. They differ by rounding, so the difference is compared with the rounding of
+   this model: the difference between two ordinary runs, one over the whole text and one in two passes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,23 +23,32 @@ from transformers import PreTrainedModel
 
 from ..kernels.asked import own_attention
 from ..kernels.trial import evaluating
-from .eager import EagerRunner
+from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()  # model -> by_layer_type
 
+CONTEXT = 4  # tokens before the queries; the last two are copied to a far and a near slot for each query
+REFERENCES = 4  # queries whose logits are compared with an ordinary run
+LAYERS_ON_CPU = 8  # layers of which the second check is made where each query costs time: kinds of layers alternate
+FEWEST_SLOTS = 320  # between the first slot and the last
+LARGEST_WINDOW = 8192  # windows beyond that are not tried
+# How far our logits may be from an ordinary run, in units of the difference between two ordinary runs. The median of
+# several queries stays near 1; a single query of a mixture of experts may meet other experts in one run only.
+MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
+# Between two ordinary runs, in units of the logits' spread: logits that have nothing in common reach 1.4.
+MOST_NOISE, MOST_NOISE_IN_FLOAT32 = 0.7, 0.01
+
 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
     """The mask maker under which this model computes what it should.
-
-    Two branches are packed into scattered slots of one row; their logits must be those of a plain run of both.
 
     Args:
         model: the model to ask.
         role: "target" or "draft", for the error message.
 
     Raises:
-        ValueError: if no form of mask gives the right logits; speculation with this model would be wrong.
+        ValueError: if no form of mask gives the right logits, or if the model fails on an ordinary pass.
     """
     config = model.config.get_text_config(decoder=True)
     attention = own_attention(config)
@@ -41,50 +63,228 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
     if model not in _KNOWN:
-        _KNOWN[model] = _find_form(model, role, hasattr(config, "layer_types"))
+        with torch.no_grad(), evaluating(model):
+            _KNOWN[model] = _find_form(model, role, hasattr(config, "layer_types"))
     return MaskMaker(model, by_layer_type=_KNOWN[model])
 
 
 def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
+    """Whether the model takes its masks by layer type."""
+    ordinary = _run_ordinarily(model, role)
     failure: Exception | None = None
+    found: list[str] = []
     for by_layer_type in (True, False) if typed else (False, True):
         try:
-            if _obeys(model, MaskMaker(model, by_layer_type)):
+            fault = _Probe(model, MaskMaker(model, by_layer_type), ordinary).fault()
+            if not fault:
                 return by_layer_type
-        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-            failure = error
+            found.append(fault)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            failure = failure or error
+    reason = found[0] if found else f"it raises {type(failure).__name__}: {_first_line(failure)}"
     raise ValueError(
-        f"the {role} {type(model).__name__} does not compute the same logits under an explicit attention mask, so "
-        f"branches cannot share its cache: choose another model, or pass specbranch=False"
+        f"the {role} {type(model).__name__} does not compute the same logits under an explicit attention mask "
+        f"({reason}), so branches cannot share its cache: choose another model, or pass specbranch=False"
     ) from failure
 
 
-@torch.no_grad()
-def _obeys(model: PreTrainedModel, masks: MaskMaker) -> bool:
-    device = model.get_input_embeddings().weight.device
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(8, device=device) * 7 + 1) % vocabulary
-    prefix, one, two, three = ids[None, :5], ids[5:6], ids[6:7], ids[7:8]
-    # Equally long: nothing that is compared sees the last token of the first row.
-    rows = torch.stack([torch.cat([prefix[0], one, one]), torch.cat([prefix[0], two, three])])
-    with evaluating(model):
-        plain = model(input_ids=rows, use_cache=False).logits
-        runner = EagerRunner(model, masks)
-        runner.prefill(prefix, torch.arange(5, device=device)[None], None)
-        slots = torch.tensor([[9, 7]], device=device)
-        sees = torch.zeros((1, 2, 12), dtype=torch.bool, device=device)
-        sees[:, :, :5] = True
-        sees[0, 0, 9] = sees[0, 1, 7] = True
-        packed = runner.forward(torch.stack([one, two], 1), torch.full_like(slots, 5), slots, sees)
-        last = torch.tensor([[11]], device=device)
-        sees = sees[:, 1:].clone()
-        sees[0, 0, 11] = True
-        deeper = runner.forward(three[None], torch.full_like(last, 6), last, sees)
-    # In units of the logits' spread: rounding is about 1e-6 in float32 and 1e-2 in bf16, a mask not obeyed about 1.
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    return _alike(plain[0, 5], packed.logits[0, 0], tolerance) and _alike(plain[1, 6], deeper.logits[0, 0], tolerance)
+class Ordinary(NamedTuple):
+    """Two runs of the model as transformers runs it."""
+
+    texts: Tensor  # [R, CONTEXT + 2] the same context, another query in each, and one token more
+    query_logits: Tensor  # [R, V] after the query
+    last_logits: Tensor  # [V] after the first text
+    noise: Tensor  # root mean square difference between both runs
 
 
-def _alike(plain: Tensor, masked: Tensor, tolerance: float) -> bool:
-    plain, masked = plain.double(), masked.double()
-    return bool((plain - masked).abs().max() <= tolerance * plain.std())
+def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
+    embedding = model.get_input_embeddings().weight
+    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size, embedding.shape[0])
+    texts = torch.empty((REFERENCES, CONTEXT + 2), dtype=torch.long, device=embedding.device)
+    texts[:, :CONTEXT] = _tokens(0, CONTEXT, texts)
+    texts[:, CONTEXT] = _tokens(CONTEXT, REFERENCES, texts)
+    texts[:, CONTEXT + 1] = _tokens(CONTEXT + 1, REFERENCES, texts)
+    texts %= vocabulary
+    extra = quiet_arguments(model)
+    try:
+        whole = model(input_ids=texts, use_cache=False, **extra).logits
+        past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).get("past_key_values")
+        second = whole if past is None else model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
+    except Exception as error:  # whatever it is, it is the model's own
+        raise ValueError(
+            f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT} tokens and one more with its "
+            f"cache ({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
+        ) from error
+    if past is None:
+        raise ValueError(
+            f"the {role} {type(model).__name__} keeps no keys and values between passes, and speculation needs them: "
+            f"choose another model, or pass specbranch=False"
+        )
+    queries = whole[:, CONTEXT].float()
+    if not bool(torch.isfinite(whole).all()):
+        raise ValueError(
+            f"the {role} {type(model).__name__} computes logits that are not finite: check its weights and its dtype "
+            f"({model.dtype})"
+        )
+    noise = _rms(queries - second[:, 0])
+    most = MOST_NOISE_IN_FLOAT32 if whole.dtype in (torch.float32, torch.float64) else MOST_NOISE
+    if bool(noise > most * queries.std()):
+        raise ValueError(
+            f"the {role} {type(model).__name__} computes with its cache other logits than without: check its config, "
+            f"or pass specbranch=False"
+        )
+    # Two runs may agree to the last bit; the logits themselves are rounded all the same.
+    noise = torch.maximum(noise, 2 * torch.finfo(whole.dtype).eps * _rms(queries))
+    return Ordinary(texts, queries, whole[0, CONTEXT + 1].float(), noise)
+
+
+class _Probe:
+    """One row in which many queries each see a context, a far slot, a near slot and themselves.
+
+    The slots in order: the context as read at first, far slots, unused ones, near slots, queries, one more token.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> None:
+        self.ordinary = ordinary
+        self.device = ordinary.texts.device
+        self.runner = EagerRunner(model, masks)
+        self.runner.prefill(ordinary.texts[:1, :CONTEXT], torch.arange(CONTEXT, device=self.device)[None], None)
+        self.layers: list[Any] = [layer for layer in self.runner.cache.layers if layer.is_initialized]
+        self.probed = _some(self.layers) if self.device.type == "cpu" else self.layers
+        self.count = max(len(self.probed), REFERENCES)
+        every = torch.arange(self.count, device=self.device)
+        size = CONTEXT + 4 * self.count + max(FEWEST_SLOTS, _largest_window(model))
+        self.far = CONTEXT + 2 * every.flip(0)
+        self.near = size - 2 * self.count - 1 + every
+        self.own = size - self.count - 1 + every
+        self.last = size - 1
+        self.runner.reserve(1, size)
+        self.visible = torch.zeros((1, self.count, size), dtype=torch.bool, device=self.device)
+        self.visible[:, :, : CONTEXT - 2] = True
+        for slots in (self.far, self.near, self.own):
+            self.visible[0, every, slots] = True
+        self.sees_far = masks.window is None or masks.window > 3
+        self._fill(size)
+
+    def fault(self) -> str:
+        """What is wrong with this model under these masks; empty if nothing is."""
+        queries = self._queries()
+        alone = self._alone()
+        hidden = ~self.visible[0].any(0)
+        hidden[self.last] = False
+        with _changed({layer: hidden.nonzero()[:, 0] for layer in self.layers}):
+            if not self._same(queries, self._queries) or not self._same(alone, self._alone):
+                return "a query depends on tokens that the mask hides"
+        if self.sees_far and (blind := self._blind_layers(queries)):
+            return f"layers {', '.join(map(str, blind))} do not see a token that the mask shows, far from the query"
+        return self._wrong_values(queries, alone)
+
+    def _fill(self, size: int) -> None:
+        """Copy the last two tokens of the context to their slots, and put random numbers wherever else."""
+        context = torch.arange(CONTEXT, device=self.device)
+        for layer in self.layers:
+            for states in (layer.keys, layer.values):  # [1, heads, slots, head_dim]
+                kept = states[:, :, :CONTEXT].clone()
+                states[:, :, :size] = _noise_like(kept[:, :, :1])
+                states[:, :, :CONTEXT] = kept
+                states[:, :, self.far] = kept[:, :, -2:-1]
+                states[:, :, self.near] = kept[:, :, -1:]
+        self.runner.place(torch.zeros((1, size), dtype=torch.long, device=self.device))
+        self.runner.place(context[None])
+        self.runner.slot_positions[0, self.far] = CONTEXT - 2
+        self.runner.slot_positions[0, self.near] = CONTEXT - 1
+
+    def _queries(self) -> Tensor:
+        """[count, V]: all queries in one pass."""
+        tokens = self.ordinary.texts[:, CONTEXT].repeat(-(-self.count // REFERENCES))[None, : self.count]
+        slots = self.own[None]
+        logits = self.runner.forward(tokens, torch.full_like(slots, CONTEXT), slots, self.visible).logits
+        return logits[0].float()
+
+    def _alone(self) -> Tensor:
+        """[V]: the first query continued, in a pass over one token."""
+        slot = torch.full((1, 1), self.last, device=self.device)
+        visible = self.visible[:, :1].clone()
+        visible[:, :, self.last] = True
+        token = self.ordinary.texts[:1, CONTEXT + 1 :]
+        return self.runner.forward(token, torch.full_like(slot, CONTEXT + 1), slot, visible).logits[0, 0].float()
+
+    def _same(self, before: Tensor, again: Callable[[], Tensor]) -> bool:
+        """Whether a pass gives what it gave before. Where that is not exact, a third pass says what is usual."""
+        difference = _rms(again() - before)
+        return not bool(difference > 0) or bool(difference <= 2 * _rms(again() - again()))
+
+    def _blind_layers(self, before: Tensor) -> list[int]:
+        """Layers in which a query does not depend on its far slot, though it depends on its near one.
+
+        Each query has another layer changed, so that one pass tells about all of them.
+        """
+        if not (unmoved := self._unmoved(self.far, before)):
+            return []
+        return sorted(set(unmoved) - set(self._unmoved(self.near, before)))
+
+    def _unmoved(self, slots: Tensor, before: Tensor) -> list[int]:
+        with _changed({layer: slots[index : index + 1] for index, layer in enumerate(self.probed)}):
+            moved = (self._queries() != before).any(1)
+        return [self.layers.index(layer) for index, layer in enumerate(self.probed) if not moved[index]]
+
+    def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
+        ordinary = self.ordinary
+        rows = zip(queries, ordinary.query_logits)
+        ratios = torch.stack([_rms(ours - plain) for ours, plain in rows]) / ordinary.noise
+        median, single = float(ratios.median()), float(_rms(alone - ordinary.last_logits) / ordinary.noise)
+        if median <= MOST_BY_MEDIAN and single <= MOST_ALONE:
+            return ""
+        return (
+            f"they differ from those of an ordinary run {max(median, single):.1f} times as much as two ordinary runs "
+            f"differ from each other"
+        )
+
+
+def _some(layers: list[Any]) -> list[Any]:
+    """The first ones and the last two."""
+    return layers if len(layers) <= LAYERS_ON_CPU else [*layers[: LAYERS_ON_CPU - 2], *layers[-2:]]
+
+
+@contextmanager
+def _changed(slots_by_layer: dict[Any, Tensor]) -> Iterator[None]:
+    """Other contents in some slots of some layers, and the old ones afterwards."""
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    for layer, slots in slots_by_layer.items():
+        for states in (layer.keys, layer.values):
+            before = states[:, :, slots]
+            kept.append((states, slots, before))
+            states[:, :, slots] = 2 * _noise_like(before[:, :, :1]) - 3 * before
+    try:
+        yield
+    finally:
+        for states, slots, before in kept:
+            states[:, :, slots] = before
+
+
+def _noise_like(states: Tensor) -> Tensor:
+    """Random numbers of the same size, from a source of their own."""
+    generator = torch.Generator(states.device).manual_seed(0)
+    noise = torch.randn(states.shape, generator=generator, device=states.device)
+    scale = _rms(states.flatten())
+    return (noise * torch.where(scale > 0, scale, 1.0)).to(states.dtype)
+
+
+def _rms(values: Tensor) -> Tensor:
+    """Root mean square, one number."""
+    return values.float().square().mean().sqrt()
+
+
+def _largest_window(model: PreTrainedModel) -> int:
+    """Of all windows that the config names, in slots; some models apply theirs by index, whatever the mask says."""
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    sizes = [size for name, size in settings.items() if "window" in name and isinstance(size, int)]
+    return min(max(sizes, default=0), LARGEST_WINDOW)
+
+
+def _tokens(first: int, count: int, like: Tensor) -> Tensor:
+    return 7 * torch.arange(first, first + count, device=like.device) + 1
+
+
+def _first_line(error: Exception | None) -> str:
+    return (str(error).splitlines() or [""])[0]
