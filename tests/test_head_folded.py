@@ -17,6 +17,7 @@ KINDS = {
     "one drafted token": {"drafted_tokens": 1},
     "more drafted tokens than positions": {"drafted_tokens": 6},
     "matched with the state alone": {"features": ("hidden", "drafted", "entropy")},
+    "nothing but what is matched": {"features": ("hidden", "drafted")},
     "matched with the token alone": {"features": ("committed", "drafted", "kind")},
     "everything, unmatched": {"match_size": 0},
     "as in the paper": {"features": ("hidden", "committed"), "match_size": 0},

@@ -162,9 +162,10 @@ def _folded_first(head: LengthHead, layer: nn.Linear) -> tuple[Tensor, Tensor]:
     """The first layer [F, L] and its bias [L], mean and deviation in them; what it reads is ordered as in `_read`."""
     config = head.config
     widths = {name: width for name, width in config.feature_sizes.items() if not (config.matches and name in WIDE)}
-    read = sum(widths.values())
-    weight = layer.weight[:, :read] / head.std[-read:]
-    bias = layer.bias - weight @ head.mean[-read:]
+    read = sum(widths.values())  # 0 if all that is read is matched
+    last = slice(config.input_size - read, None)
+    weight = layer.weight[:, :read] / head.std[last]
+    bias = layer.bias - weight @ head.mean[last]
     part = dict(zip(widths, torch.split(weight, list(widths.values()), dim=1)))
     wide = [part[name] for name in WIDE if name in part]
     values = [part[name][:, : config.gamma] for name in PER_POSITION if name in part]
