@@ -2,5 +2,6 @@
 
 from .config import LengthHeadConfig
 from .model import LengthHead
+from .validation import HeadError
 
-__all__ = ["LengthHead", "LengthHeadConfig"]
+__all__ = ["HeadError", "LengthHead", "LengthHeadConfig"]

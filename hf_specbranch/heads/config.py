@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .identity import ModelIdentity
+from transformers import PreTrainedModel
+
+from .identity import ModelIdentity, tokenizer_hash
+from .validation import HeadError, check_list, check_number, check_text, check_training, check_whole, refuse, shown
 
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "committed", "drafted", "confidence", "probability", "entropy", "margin", "kind")
 DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "margin")  # it added nothing, and costs a search
+# The least and the most of each: far from what makes sense for a head, and from what exhausts a machine.
+WHOLE_NUMBERS = {
+    "gamma": (1, 1024),
+    "num_layers": (1, 1024),
+    "drafted_tokens": (1, 128),
+    "match_size": (0, 2**14),
+    "query_size": (1, 2**14),
+}
+LARGEST_LAYER, MOST_LAYERS = 2**14, 16
+FRACTIONS = ("dropout", "none_threshold", "all_threshold", "confidence_threshold")
+HASH_PATTERN = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -69,22 +84,33 @@ class LengthHeadConfig:
     library_version: str = ""
 
     def __post_init__(self) -> None:
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(
-                f"head format_version={self.format_version!r}, written by hf_specbranch {self.library_version}: "
-                f"this version reads format {FORMAT_VERSION}; upgrade hf_specbranch or train the head again"
-            )
-        if not self.features or (unknown := sorted(set(self.features) - set(FEATURES))):
-            raise ValueError(f"features={list(self.features)}: expected some of {list(FEATURES)}, not {unknown}")
-        for name in ("gamma", "num_layers", "drafted_tokens"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1")
-        if not self.layer_sizes or not all(isinstance(size, int) and size > 0 for size in self.layer_sizes):
-            raise ValueError(f"layer_sizes={list(self.layer_sizes)}: expected one or more whole numbers above 0")
+        _check_version(self.format_version, self.library_version)
+        check_list("features", self.features, 1, len(FEATURES), f"of {list(FEATURES)}")
+        if unknown := [name for name in self.features if name not in FEATURES]:
+            raise HeadError(f"features={shown(unknown)}: expected some of {list(FEATURES)}")
+        if len(set(self.features)) < len(self.features):
+            raise refuse("features", self.features, "each of them once")
+        for name, bounds in WHOLE_NUMBERS.items():
+            check_whole(name, getattr(self, name), *bounds)
+        for name in FRACTIONS:
+            check_number(name, getattr(self, name), 0, 1)
+        check_list("layer_sizes", self.layer_sizes, 1, MOST_LAYERS, "whole numbers")
+        for number, size in enumerate(self.layer_sizes):
+            check_whole(f"layer_sizes[{number}]", size, 1, LARGEST_LAYER)
+        self.target.check("target")
+        self.draft.check("draft")
         if self.num_layers > self.target.num_layers:
-            raise ValueError(
+            raise HeadError(
                 f"num_layers={self.num_layers}: the target has {self.target.num_layers} layers; choose fewer"
             )
+        if self.tokenizer_hash is not None and not (
+            isinstance(self.tokenizer_hash, str) and HASH_PATTERN.fullmatch(self.tokenizer_hash)
+        ):
+            raise refuse("tokenizer_hash", self.tokenizer_hash, "64 hexadecimal digits or nothing")
+        check_text("library_version", self.library_version)
+        check_training(self.training)
+        object.__setattr__(self, "features", tuple(self.features))
+        object.__setattr__(self, "layer_sizes", tuple(self.layer_sizes))
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -138,17 +164,45 @@ class LengthHeadConfig:
         """The inverse of `to_dict`; unknown and missing names are errors.
 
         Raises:
-            ValueError: it does not describe a head this version can read.
+            HeadError: it does not describe a head this version can read.
         """
         names = {entry.name for entry in fields(cls)}
-        if not isinstance(record, dict) or not {"target", "draft", "gamma", "format_version"} <= set(record):
-            raise ValueError(f"{where} does not describe a length head: expected target, draft, gamma, format_version")
-        if record["format_version"] == FORMAT_VERSION and (unknown := sorted(set(record) - names)):
-            raise ValueError(f"{where} has unknown fields {unknown}: expected some of {sorted(names)}")
-        known = {name: value for name, value in record.items() if name in names}
-        known["target"] = ModelIdentity.from_dict(record["target"], f"target in {where}")
-        known["draft"] = ModelIdentity.from_dict(record["draft"], f"draft in {where}")
-        for name in ("features", "layer_sizes"):
-            if name in known:
-                known[name] = tuple(known[name])
-        return cls(**known)
+        required = ("target", "draft", "gamma", "format_version")
+        if not isinstance(record, dict) or not set(required) <= set(record):
+            raise HeadError(
+                f"{where} does not describe a length head: expected {', '.join(required)}, found {shown(record)}"
+            )
+        try:
+            _check_version(record["format_version"], record.get("library_version", ""))
+            if unknown := sorted(set(record) - names):
+                raise HeadError(f"unknown fields {shown(unknown)}: expected some of {sorted(names)}")
+            target = ModelIdentity.from_dict(record["target"], "target")
+            draft = ModelIdentity.from_dict(record["draft"], "draft")
+            return cls(**{**record, "target": target, "draft": draft})
+        except HeadError as error:
+            raise HeadError(f"{where}: {error}") from None
+
+    def check_fit(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> None:
+        """Refuse a pair with other shapes or another vocabulary; see `LengthHead.check_pair`."""
+        differences: list[str] = []
+        for role, known, model in (("target", self.target, target), ("draft", self.draft, draft)):
+            differences += known.different_shape(ModelIdentity.of(model), role)
+        if not differences and {"committed", "drafted"} & set(self.features):
+            width = next(target.get_input_embeddings().parameters()).shape[-1]
+            if width != self.target.hidden_size:
+                differences.append(f"target embedding size: head {self.target.hidden_size}, given {width}")
+        if tokenizer is not None and self.tokenizer_hash not in (None, found := tokenizer_hash(tokenizer)):
+            differences.append(f"tokenizer hash: head {self.tokenizer_hash}, given {found}")
+        if differences:
+            raise HeadError(
+                f"the length head does not fit this pair ({'; '.join(differences)}): choose a head for it "
+                f"(hf-specbranch head search), or train one (hf-specbranch head collect, then head train)"
+            )
+
+
+def _check_version(version: Any, library: Any) -> None:
+    if isinstance(version, bool) or version != FORMAT_VERSION:
+        raise HeadError(
+            f"head format_version={shown(version)}, written by hf_specbranch {shown(library)}: this version reads "
+            f"format {FORMAT_VERSION}; upgrade hf_specbranch or train the head again"
+        )

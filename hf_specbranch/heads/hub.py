@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -23,8 +25,12 @@ from huggingface_hub.errors import (
 )
 
 from .card import TAGS, model_card
-from .files import CARD, CONFIG, WEIGHTS, load, save
+from .config import LengthHeadConfig
+from .files import CARD, CONFIG, LARGEST_CONFIG, WEIGHTS, largest_file, load, read_config, save, weight_shapes
 from .model import LengthHead
+from .validation import HeadError, HeadUnavailableError
+
+Accept = Callable[[LengthHeadConfig], None]  # raises HeadError if a head with this config is not wanted
 
 
 def locate(
@@ -37,35 +43,70 @@ def locate(
     """The folder with a head's files: the given one, or one in the cache after a download.
 
     Raises:
-        OSError: it is neither a folder nor a repository that can be read; says why and what to do.
+        HeadUnavailableError: it is neither a folder nor a repository that can be read; says why and what to do.
+        HeadError: what the repository holds is no head.
     """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if not isinstance(name_or_path, (str, Path)):
+        raise TypeError(f"length head {name_or_path!r}: expected a folder or a repository id such as org/head")
+    if name_or_path != "" and (folder := _folder(name_or_path)) is not None:
         return folder
     repo_id, _, pinned = str(name_or_path).partition("@")
-    revision = revision or pinned or None
     if isinstance(name_or_path, Path) or repo_id.count("/") != 1 or repo_id.startswith(("/", ".", "~")):
-        raise FileNotFoundError(
+        raise HeadUnavailableError(
             f"no length head at {name_or_path}: expected a folder written by head.save_pretrained(), or a "
             f"repository id such as org/head"
         )
+    return download(repo_id, revision or pinned or None, token, cache_dir, local_files_only)
+
+
+def _folder(name: str | Path) -> Path | None:
     try:
-        files = [
-            hf_hub_download(
-                repo_id,
-                name,
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only or not reachable(),
-                endpoint=_endpoint(),
-                library_name="hf_specbranch",
-            )
-            for name in (CONFIG, WEIGHTS)
-        ]
-    except Exception as error:
-        raise OSError(f"length head {name_or_path}: {_reason(error, repo_id, revision)}") from error
-    return Path(files[0]).parent
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # longer than a path may be, no such user, characters no path has
+        return None
+
+
+def download(
+    repo_id: str,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    accept: Accept | None = None,
+) -> Path:
+    """The folder in the cache with a repository's head.
+
+    The config comes first. The weights follow if it is valid, accepted, and their size is what it implies.
+
+    Raises:
+        HeadUnavailableError: there is none, or no connection; says why and what to do.
+        HeadError: what the repository holds is no head, or it was not accepted.
+    """
+
+    def fetch(name: str, largest: int, revision: str | None) -> Path:
+        settings: dict[str, Any] = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only or not reachable(),
+            "endpoint": _endpoint(),
+            "library_name": "hf_specbranch",
+        }
+        try:
+            size = hf_hub_download(repo_id, name, dry_run=True, **settings).file_size
+            if size is None or size <= largest:
+                return Path(hf_hub_download(repo_id, name, **settings))
+        except Exception as error:
+            raise HeadUnavailableError(f"length head {repo_id}: {_reason(error, repo_id, revision)}") from error
+        raise HeadError(f"{name} of {repo_id} has {size:,} bytes: expected at most {largest:,}")
+
+    path = fetch(CONFIG, LARGEST_CONFIG, revision)
+    config, _ = read_config(path)
+    if accept is not None:
+        accept(config)
+    fetch(WEIGHTS, largest_file(weight_shapes(config, str(path))), path.parent.name)  # of the same commit
+    return path.parent
 
 
 def _endpoint() -> str | None:
@@ -169,6 +210,10 @@ def search(target_id: str, draft_id: str | None = None, token: str | bool | None
     return sorted(found, key=lambda head: (not head.for_draft, -head.downloads, -head.likes, head.repo_id))
 
 
-def load_found(head: Found) -> LengthHead:
-    """Download a head that a search found, at the revision it found."""
-    return load(locate(head.repo_id, revision=head.revision))
+def load_found(head: Found, accept: Accept) -> LengthHead:
+    """Download a head that a search found, at the revision it found.
+
+    Raises:
+        HeadUnavailableError, HeadError: as `download`.
+    """
+    return load(download(head.repo_id, head.revision, accept=accept))

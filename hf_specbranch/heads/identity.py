@@ -7,8 +7,11 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
+
+from .validation import check_text, check_whole, refuse
 
 DEMO_PAIR = Path(__file__).parent.parent / "demo_pair"
 DEMO_NAME = "hf_specbranch/demo_pair-{}".format
@@ -18,6 +21,7 @@ DEMO_HEADS = {  # heads that come with the package, by the ids of the pair
 }
 # A difference in one of these means another model; the id and the revision may differ for one and the same.
 SHAPE_FIELDS = ("architecture", "vocab_size", "hidden_size", "num_layers")
+BOUNDS = {"vocab_size": (1, 2**31), "hidden_size": (1, 2**20), "num_layers": (0, 2**16)}
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,17 @@ class ModelIdentity:
     def from_dict(cls, record: Any, where: str) -> ModelIdentity:
         names = [field.name for field in fields(cls)]
         if not isinstance(record, dict) or sorted(record) != sorted(names):
-            raise ValueError(f"{where} is {record!r}: expected an object with exactly {', '.join(names)}")
+            raise refuse(where, record, f"an object with exactly {', '.join(names)}")
         return cls(**record)
+
+    def check(self, role: str) -> None:
+        """Refuse what no model has."""
+        check_text(f"{role}.id", self.id)
+        check_text(f"{role}.architecture", self.architecture)
+        if self.revision is not None:
+            check_text(f"{role}.revision", self.revision)
+        for name, bounds in BOUNDS.items():
+            check_whole(f"{role}.{name}", getattr(self, name), *bounds)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,7 +90,14 @@ def model_id(name: str) -> str:
     return folder.resolve().name if folder.is_dir() else name
 
 
+_hashes: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()  # size and hash: reading a vocabulary takes long
+
+
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 of the vocabulary: equal for tokenizers that give the same tokens the same numbers."""
-    entries = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(entries.encode()).hexdigest()
+    size, known = _hashes.get(tokenizer, (-1, ""))
+    if size != len(tokenizer):  # tokens can be added
+        entries = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+        known = hashlib.sha256(entries.encode()).hexdigest()
+        _hashes[tokenizer] = (len(tokenizer), known)
+    return known

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..decoding.hooks import ThreeWay
 from .config import LengthHeadConfig
 from .expectation import Expectation
-from .identity import ModelIdentity, tokenizer_hash
+from .identity import ModelIdentity
 
 CLASSES = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
@@ -111,23 +111,13 @@ class LengthHead(nn.Module):
             tokenizer: theirs; compared by its vocabulary if the head knows one.
 
         Raises:
-            ValueError: naming each field that rules the pair out. Where only an id or a revision differs, that is a
+            HeadError: naming each field that rules the pair out. Where only an id or a revision differs, that is a
                 warning: the output stays exact, the head may merely help less.
         """
-        ours = (("target", self.config.target, target), ("draft", self.config.draft, draft))
-        differences: list[str] = []
+        self.config.check_fit(target, draft, tokenizer)
         doubts: list[str] = []
-        for role, known, model in ours:
-            given = ModelIdentity.of(model)
-            differences += known.different_shape(given, role)
-            doubts += known.different_origin(given, role)
-        if tokenizer is not None and self.config.tokenizer_hash not in (None, found := tokenizer_hash(tokenizer)):
-            differences.append(f"tokenizer hash: head {self.config.tokenizer_hash}, given {found}")
-        if differences:
-            raise ValueError(
-                f"the length head does not fit this pair ({'; '.join(differences)}): choose a head for it "
-                f"(hf-specbranch head search), or train one (hf-specbranch head collect, then head train)"
-            )
+        for role, known, model in (("target", self.config.target, target), ("draft", self.config.draft, draft)):
+            doubts += known.different_origin(ModelIdentity.of(model), role)
         if doubts:
             warnings.warn(
                 f"the length head was trained for another version of this pair ({'; '.join(doubts)}): the output "
@@ -161,7 +151,7 @@ class LengthHead(nn.Module):
 
         Raises:
             OSError: it cannot be had: not there, no access, no connection.
-            ValueError: it is damaged, or no head this version can read.
+            ValueError: it is damaged, or no head this version can read (`HeadError`).
 
         Example:
             >>> from hf_specbranch import LengthHead
