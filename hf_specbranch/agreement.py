@@ -106,6 +106,8 @@ def read_agreement(
 ) -> Agreement:
     """What the draft makes of a text the target has already written; one pass of the draft.
 
+    Of a text that is longer than the draft's context only the end is read.
+
     Args:
         draft: the small model.
         text: [1, L] prompt and continuation, greedy.
@@ -113,6 +115,10 @@ def read_agreement(
         candidates: as in `record_agreement`.
         temperature: at which the text was drawn.
     """
+    limit: int | None = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and text.shape[1] > limit:  # a longer text has no positions: only its end is read
+        before = max(1, before - (text.shape[1] - limit))
+        text = text[:, -limit:]
     own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # it may know fewer
     return agreement_with(draft(input_ids=own, use_cache=False).logits, text, before, candidates, temperature)
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, StoppingCriteria
 
+from hf_specbranch import SpecBranchConfig
+from hf_specbranch.agreement import read_agreement
 from hf_specbranch.runners.positions import learned_positions
 
 from .families import make
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, noisy_copy
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
 
 LEARNED = 40
 SPECIAL = {"eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": PAD}
@@ -78,6 +80,23 @@ def test_a_text_that_goes_on_is_refused(policy, target, stages):
     draft, settings = noisy_copy(target, noise=0.05, seed=1), config(policy, gamma=6, epsilon=0.0)
     with pytest.raises(ValueError, match=rf"outgrown the {LEARNED} positions that {type(target).__name__} has learned"):
         attached(target).generate(**kwargs, assistant_model=draft, specbranch=settings)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_plan_may_be_chosen_where_the_text_outgrows_the_draft(do_sample, target, stages):
+    """The planner lets the draft read the end of the text, in as many positions as it has learned."""
+    large, draft = llama(seed=0), target
+    kwargs = run(24, 100) | {"eos_token_id": None, "do_sample": do_sample}
+    ours = attached(large).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig(policy="auto"))
+    assert ours.shape == (1, 124)
+    assert do_sample or torch.equal(ours, large.generate(**kwargs))
+
+
+def test_the_end_of_a_long_text_is_read(target):
+    text = torch.randint(3, VOCABULARY, (1, 3 * LEARNED))
+    agreement = read_agreement(target, text, before=2 * LEARNED)
+    expected = target(text[:, -LEARNED:]).logits[0, :-1].softmax(-1).amax(-1)
+    torch.testing.assert_close(torch.tensor(agreement.confidence), expected)
 
 
 def test_rotary_models_have_learned_none():
