@@ -34,7 +34,7 @@ from hf_specbranch.decoding.records import Branches, Chain, Feedback, Leaves, Re
 from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Text
-from hf_specbranch.decoding.verify import NONE, judge_choices, judge_samples
+from hf_specbranch.decoding.verify import NO_TOKEN, NONE, judge_choices, judge_samples
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.prepare import _kernels_of_every_model
@@ -551,9 +551,9 @@ def some_drawn(rows, count, vocabulary, has_branch):
 def chosen(scores, noise, drawn):
     """What `drawn_choices` says."""
     p, wait, uniform = scores.softmax(-1), noise[..., :-1], 1 - torch.exp(-noise[..., -1])
-    plain = (p / wait).argmax(-1)
+    plain, impossible = (p / wait).argmax(-1), p[..., 0].isnan()
     if drawn is None:
-        return plain
+        return torch.where(impossible, NO_TOKEN, plain)
     rows, queries, _ = p.shape
     q, token = torch.zeros_like(p), torch.zeros_like(plain)
     count = drawn.tokens.shape[1]
@@ -569,7 +569,8 @@ def chosen(scores, noise, drawn):
     q = q * tested[:, :, None]
     chance = (p / q).gather(2, token[:, :, None])[:, :, 0]
     left = (p - q).clamp(min=0) / wait
-    return torch.where(tested & (uniform < chance), token, left.argmax(-1))
+    choices = torch.where(tested & (uniform < chance), token, left.argmax(-1))
+    return torch.where(impossible, NO_TOKEN, choices)
 
 
 @on_kernels()
@@ -579,9 +580,28 @@ def test_kernel_draws_takes_drafted_tokens_or_one_from_what_is_left(seed, rows, 
     scores = 2 * torch.randn((rows, count + 1 + leaves, vocabulary), device=DEVICE)
     scores = scores.masked_fill(torch.rand_like(scores) < 0.3, -torch.inf)
     scores[..., 3] = 1.0
+    scores[torch.rand(scores.shape[:2], device=DEVICE) < 0.1] = -torch.inf  # nothing can be drawn
     noise = torch.empty((rows, count + 1 + leaves, vocabulary + 1), device=DEVICE).exponential_()
     drawn = some_drawn(rows, count, vocabulary, has_branch=kind == 2) if kind else None
     assert torch.equal(rounds.drawn_choices(scores, noise, drawn), chosen(scores, noise, drawn))
+
+
+@on_kernels(examples=5)
+@given(cases("specbranch"))
+def test_kernel_verdict_reports_that_nothing_can_be_drawn(case):
+    text, _, _ = a_text(case)
+    chain, before = a_chain(case, 2, None), list(text.lengths)
+    none = torch.full((case.rows, 1), NONE, device=DEVICE)
+    drafted, report = randint(0, 9, (case.rows, 6)), torch.zeros((case.rows, 12), dtype=torch.long, device=DEVICE)
+    limit = torch.tensor([LIMIT], device=DEVICE)
+    choices = torch.full((case.rows, 3), NO_TOKEN, device=DEVICE)
+    lengths, where = torch.zeros_like(chain.length), torch.zeros_like(chain.length)
+    rounds.verdict(
+        choices, (chain.tokens, lengths), (none, none), None, None, drafted, text.ids, text.told, limit, report, where
+    )
+    assert report[:, 1].tolist() == [NO_TOKEN] * case.rows
+    assert text.told[2].tolist() == [0] * case.rows  # tokens that are read must exist
+    assert [int(text.ids[b, length]) for b, length in enumerate(before)] == [0] * case.rows
 
 
 @on_kernels(examples=1)

@@ -29,6 +29,7 @@ from .judge import Judge
 from .ledger import Books
 from .line import Line
 from .loop import Parts
+from .model_inputs import ModelInputs
 from .planning import Planner, knowledge_of
 from .policies import POLICIES, Policy
 from .quick_drafter import QuickDrafter, is_plain
@@ -59,6 +60,7 @@ class Assembly:
         call: the `generate()` call.
         runner: runs the target.
         draft_runner: runs the draft, if there is one.
+        further: what else the target is given after the prompt.
         recorder: keeps what the caller wants beside the tokens.
         stats: where to count.
     """
@@ -68,16 +70,17 @@ class Assembly:
         call: Call,
         runner: EagerRunner,
         draft_runner: EagerRunner | None,
+        further: ModelInputs,
         recorder: Recorder,
         stats: SpecBranchStats,
     ) -> None:
         self.call, self.recorder, self.stats = call, recorder, stats
-        self.runner, self.draft_runner = runner, draft_runner
+        self.runner, self.draft_runner, self.further = runner, draft_runner, further
         self.stopper, self.attention = call.stopper, call.attention()
         self.samples = bool(call.generation_config.do_sample)
         self.ordered = any(map(is_opaque, call.processors))  # processors must be called for one token after the other
         self.guided = any(map(can_guide, call.processors))
-        self.in_step = call.rows > 1 and (self.stopper.needs_rows_in_step or self.ordered)
+        self.in_step = self.ordered or (call.rows > 1 and self.stopper.needs_rows_in_step)
         self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
         self.given = HookList(given_hooks(call))
         self.fixed = self._can_be_fixed(self.given.hooks)
@@ -92,7 +95,7 @@ class Assembly:
     @property
     def _may_plan(self) -> bool:
         """Whether anything is left to choose. Hooks, heads and observers were made for one method."""
-        config, special = self.call.config, self.in_step or self.ordered or self.guided
+        config, special = self.call.config, self.in_step
         watched = bool(self.given.hooks) or self.call.observer is not None
         return config.policy == "auto" and self.draft_runner is not None and not special and not watched
 
@@ -106,7 +109,8 @@ class Assembly:
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
         kind = QuickJudge if self.quick else Judge
-        judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers)
+        shown = self.recorder.scores_so_far
+        judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers, shown)
         target = self._target(desk, text)
         return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))
 
@@ -133,7 +137,8 @@ class Assembly:
             return []
         draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
         assert draft is not None
-        ids = text.ids[row : row + 1, max(padding, length - CONTEXT) : length]
+        context = CONTEXT if draft.position_limit is None else min(CONTEXT, draft.position_limit)
+        ids = text.ids[row : row + 1, max(padding, length - context) : length]
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = temperature_of(self.call) if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
@@ -190,6 +195,8 @@ class Assembly:
                 return f"the hook {type(hook).__name__} runs on the host"
         if not self.recorder.keeps_nothing:
             return "scores, logits, hidden states or attentions are returned"
+        if self.further.names:
+            return f"{', '.join(self.further.names)} must be given to every pass of the target"
         if self.in_step:
             return "a stopping criterion wants rows of equal length"
         if self.draft_runner is not None and not self.draft_runner.captures:
@@ -234,7 +241,7 @@ class Assembly:
         first = call.first_position(self.attention)
         return (QuickTarget if self.quick else Target)(
             desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention),
+            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention), self.further,
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
@@ -251,7 +258,8 @@ class Assembly:
         baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
         desk = self._desk(runner, runner.device, (*baked, hooks.settings))
         own = self._own_attention.to(runner.device)
-        model = DraftModel(desk, runner, own, self.vocabulary, call.processors, capacity, self.stats)
+        ends = frozenset(self.stopper.eos)
+        model = DraftModel(desk, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
         generator = desk.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # a chain, the branch point, a branch
         ids, start = text.before_last_round()
@@ -269,7 +277,7 @@ class Assembly:
         """The most branches at chain positions, and the most runners-up."""
         most = plan.draft_length * min(alternatives, self.vocabulary - 1)
         outcomes, leaves = policy.forks and not self.guided, policy.drafts_first  # a guide follows one line
-        if self.in_step or self.ordered or not self.recorder.keeps_nothing:  # a round must end at the first own token
+        if self.in_step or not self.recorder.keeps_nothing:  # a round must end at the first own token
             leaves = False
         return min(int(plan.max_outcomes), most) * outcomes, min(int(plan.runners_up), most) * leaves
 

@@ -26,6 +26,7 @@ class DraftModel:
         processors: the user's logits processors.
         capacity: the most columns the text can reach.
         stats: where to count forwards.
+        ends: the end-of-sequence tokens, after which no processor is asked.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class DraftModel:
         processors: Sequence[Processor],
         capacity: int,
         stats: SpecBranchStats,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         self.desk, self.runner, self.device, self.stats = desk, runner, runner.device, stats
         rows, length = attention.shape
@@ -54,7 +56,7 @@ class DraftModel:
             self.score = FixedScorer(processors, desk, "draft", vocabulary)
         # A guide follows one line, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
-        self.guide = Guide.beside(processors, length) if guided else None
+        self.guide = Guide.beside(processors, length, ends) if guided else None
 
     def prefill(self, tokens: Tensor) -> None:
         """Read a text [B, P] from its beginning."""

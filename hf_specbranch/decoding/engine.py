@@ -23,17 +23,16 @@ from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
 from .loop import Parts, read_prompt, rounds
+from .model_inputs import USUAL_INPUTS, inputs_after_prompt
 from .planning import Meter
 from .policies import POLICIES
 from .recorder import Recorder
 from .scoring import Processor
 from .stopping import Stopper
-from .target import Target
-from .text import Text
 
-# What transformers gives a forward over tokens alone, and how a model would say that it does more with a prompt.
-USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+# How a model would say that it does more with a prompt than to read its tokens.
 OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
+COLUMNS = 64  # of padding that are read in one pass
 
 
 @dataclass
@@ -120,13 +119,14 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     began = time.perf_counter()
     stats = SpecBranchStats(policy=call.config.policy)
     recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
+    further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
     with ExitStack() as runners:
         settings = call.rows, call.slots, call.config.runtime, call.config.kernels
         runner = runners.enter_context(runner_for(call.model, "target", *settings))
         draft_runner = None
         if call.draft is not None and POLICIES[call.config.policy].drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
-        assembly = Assembly(call, runner, draft_runner, recorder, stats)
+        assembly = Assembly(call, runner, draft_runner, further, recorder, stats)
         captured_before = assembly.captures()
         parts = assembly.parts()
         text, draft_device = parts.text, (draft_runner or runner).device
@@ -138,7 +138,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         stats.new_tokens, stats.graphs_captured = text.gained, assembly.captures() - captured_before
         stats.time_to_first_token = text.first_gain - began
         stats.total_seconds = time.perf_counter() - began
-        return _make_output(call, parts.target, text, recorder, stats), stats
+        return _make_output(call, parts, stats), stats
 
 
 def follow_plan(assembly: Assembly, parts: Parts, beside: Beside) -> None:
@@ -175,18 +175,35 @@ def follow_planner(assembly: Assembly, parts: Parts, beside: Beside) -> None:
             leg = legs.send(took)
 
 
-def _make_output(
-    call: Call, target: Target, text: Text, recorder: Recorder, stats: SpecBranchStats
-) -> Tensor | SpecBranchOutput:
+def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | SpecBranchOutput:
+    target, text, recorder = parts.target, parts.text, parts.recorder
     sequences = text.sequences()
     past, returns = call.past, bool(call.generation_config.return_dict_in_generate)
-    if past is not None and (returns or call.fills_cache):
-        # As in plain generate, the last token is not in the cache yet.
+    fills = past is not None and (returns or call.fills_cache)
+    if fills:
         target.read_what_was_skipped()
+    if fills or not recorder.keeps_nothing:
+        read_padding(parts)
+    config = call.model.config.get_text_config(decoder=True)
+    outputs = recorder.outputs(past, config, call.attention()) if returns else {}
+    if fills:
+        # As in plain generate, the last token is not in the cache yet.
         target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
     if not returns:
         return sequences
-    return SpecBranchOutput(sequences=sequences, past_key_values=past, stats=stats, **recorder.outputs())
+    return SpecBranchOutput(sequences=sequences, past_key_values=past, stats=stats, **outputs)
+
+
+def read_padding(parts: Parts) -> None:
+    """Let rows that ended early read the padding after their text, as they do in plain `generate()`: what it makes of
+    that is in its scores, hidden states and cache.
+    """
+    text = parts.text
+    for first in range(min(text.lengths) - 1, max(text.lengths) - 1, COLUMNS):
+        last = min(first + COLUMNS, max(text.lengths) - 1)
+        step = parts.target.read_columns(first, last)
+        scores = parts.judge.score_columns(step.logits, first) if parts.recorder.keeps_scores else None
+        parts.recorder.add(step, scores, [range(max(0, length - 1 - first), last - first) for length in text.lengths])
 
 
 def check_cache(past: Any) -> None:

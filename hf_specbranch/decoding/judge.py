@@ -12,9 +12,9 @@ from ..runners.desk import Desk
 from ..runners.mail import Inbox
 from .fixed_scoring import FixedScorer
 from .records import Branches, Chain, Report
-from .scoring import ExactScorer, Processor, Scorer, is_opaque
-from .text import Text
-from .verify import NONE, Bonus, Verdict, draw, judge_choices, judge_samples, look_up
+from .scoring import ExactScorer, Prefixes, Processor, Scorer, is_opaque
+from .text import ScoresSoFar, Text
+from .verify import NONE, Bonus, Verdict, draw_if_possible, judge_choices, judge_samples, look_up
 
 UNDECIDED = -1
 
@@ -30,6 +30,7 @@ class Judge:
         draws: sample from `p`; otherwise take its maximum.
         generator: source of randomness for the verdicts.
         feature_layers: hidden states of the target that the hooks want to see.
+        scores_so_far: what stopping criteria are shown of the scores, see `Recorder`.
     """
 
     in_kernels = False  # see `Desk.run`
@@ -43,9 +44,10 @@ class Judge:
         draws: bool,
         generator: torch.Generator | None,
         feature_layers: tuple[int, ...] = (),
+        scores_so_far: Callable[[Tensor], ScoresSoFar | None] = lambda scores: None,
     ) -> None:
         self.desk, self.text, self.processors, self.draws, self.generator = desk, text, processors, draws, generator
-        self.feature_layers = feature_layers
+        self.feature_layers, self.scores_so_far = feature_layers, scores_so_far
         self.in_order = any(is_opaque(processor) for processor in processors)
         self.score: Scorer = ExactScorer(processors)
         if desk.fixed:
@@ -143,6 +145,13 @@ class Judge:
             choices = self._choose(scores)
         return judge_choices(choices, chain.tokens, chain.length, branches.tokens, branches.at), scores
 
+    def score_columns(self, logits: Tensor, first: int) -> Tensor:
+        """The processed scores [B, Q, V] after columns `first` onward of text that is final."""
+        ids = self.text.ids[:, None].expand(-1, logits.shape[1], -1)
+        lengths = (first + 1 + self.text.columns[: logits.shape[1]]).expand(logits.shape[0], -1)
+        logits = logits.to(device=ids.device, dtype=torch.float32)
+        return self.score(logits, lambda: Prefixes(ids, lengths))
+
     def _test(self, scores: Tensor, chain: Chain, branches: Branches) -> Verdict:
         assert chain.scores is not None
         at_point = scores.new_zeros((scores.shape[0], 1, scores.shape[2]))
@@ -156,30 +165,28 @@ class Judge:
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The target's token at each position: [..., V] to [...]."""
-        return draw(scores.softmax(-1), self.generator) if self.draws else scores.argmax(-1)
+        return draw_if_possible(scores.softmax(-1), self.generator) if self.draws else scores.argmax(-1)
 
     def _choose_in_order(self, logits: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
-        """Call the processors only for prefixes that have become text, one position after the other.
+        """Processors, choice, stopping criteria, one token after the other: just the calls of plain `generate()`.
 
-        As soon as one unfinished row leaves its chain, the rest is undecided for all of them: rows advance in
-        step, so that a processor sees one rectangular batch, as in plain `generate()`.
+        Each token becomes text before anybody is asked about the next. As soon as one unfinished row leaves its chain,
+        the rest is undecided for all of them: rows advance in step, so that a processor sees one rectangular batch.
         """
         rows, positions, _ = logits.shape
         choices = torch.full((rows, positions), UNDECIDED, device=logits.device)
         scores = logits.clone()
-        lengths = chain.length.tolist()
-        running = [b for b in range(rows) if not self.text.done[b]]
+        shown = self.scores_so_far(scores)
+        lengths, drafted = chain.length.tolist(), chain.tokens.tolist()
         for j in range(positions):
-            step = scores[:, j]
-            prefix = self.text.step_prefix(chain, j)
+            text, step = self.text.so_far(), logits[:, j].clone()
             for processor in self.processors:
-                step = processor(prefix, step)
+                step = processor(text, step)
             scores[:, j] = step
             choices[:, j] = self._choose(step)
-            if j + 1 == positions:
-                break
-            agreed = (choices[:, j] == chain.tokens[:, j]).tolist()
-            if not all(agreed[b] and j < lengths[b] for b in running):
+            tokens = choices[:, j].tolist()
+            agreed = [j < length and row[j] == token for length, row, token in zip(lengths, drafted, tokens)]
+            if not self.text.append(tokens, agreed, shown):
                 break
         return choices, scores
 

@@ -51,7 +51,7 @@ def rounds(parts: Parts, beside: Beside, feedback: Feedback, turns: Iterable[int
             break
         text.unheard = len(unheard) * drafter.most
         with beside.working("draft"):
-            chain = drafter.draft(feedback, text.reach)
+            chain = text.padded(drafter.draft(feedback, text.reach))
         verified = beside.start(target.verify, chain)
         with beside.working("branch"):
             branches = drafter.branch(text.reach)
@@ -104,7 +104,7 @@ def hear(parts: Parts, step: Step) -> Feedback:
     parts.target.check_room()
     if not text.fixed:
         text.hand_out()
-    recorder.add(step, judge.scores, outcomes)
+    recorder.add(step, judge.scores, text.queries_of(outcomes))
     books.note(reports, outcomes)
     return Feedback(
         told=text.told.to(parts.drafter.device),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 
 from ..runners.base import Step
-from .records import Outcome
+from .cache_layout import in_order_of
 from .text import ScoresSoFar
 
 Layers = tuple[Tensor, ...]
@@ -19,7 +20,8 @@ Layers = tuple[Tensor, ...]
 class Recorder:
     """Cuts the outputs of target passes into the pieces that belong to each committed token.
 
-    Rows that end early are filled up with zeros, so that every entry covers the whole batch.
+    Every entry covers the whole batch: rows that have ended go on with what the target says after padding, as in plain
+    `generate()`.
     """
 
     def __init__(self, config: GenerationConfig, rows: int, filled: int) -> None:
@@ -31,7 +33,7 @@ class Recorder:
         self.filled = filled  # slots the prompt takes
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]  # [row][token]: [V]
         self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.hidden: list[list[Layers]] = [[] for _ in range(rows)]  # [row][token][layer]: [1, H]
+        self.hidden: list[list[Layers]] = [[] for _ in range(rows)]  # [row][token][layer]: [..., 1, H]
         self.attentions: list[list[Layers]] = [[] for _ in range(rows)]  # ...: [heads, 1, L]
         self.prompt: Step | None = None
 
@@ -46,48 +48,56 @@ class Recorder:
     def keeps_nothing(self) -> bool:
         return not (self.keeps_scores or self.keeps_logits or self.keeps_hidden or self.keeps_attentions)
 
-    def add(self, step: Step, scores: Tensor | None, outcomes: Sequence[Outcome]) -> None:
-        """Keep what belongs to the tokens just committed."""
+    def add(self, step: Step, scores: Tensor | None, queries: Sequence[range]) -> None:
+        """Keep what belongs to the next tokens of each row.
+
+        Args:
+            step: a pass of the target.
+            scores: [B, Q, V] after the processors.
+            queries: which queries of the pass these are, row by row.
+        """
         if self.keeps_nothing:
             return
         is_prompt = self.prompt is None
         self.prompt = self.prompt or step
-        for b, outcome in enumerate(outcomes):
-            for j in range(outcome.committed):
+        for b, row in enumerate(queries):
+            for j in row:
                 if self.keeps_scores and scores is not None:
                     self.scores[b].append(scores[b, j].clone())
                 if self.keeps_logits:
                     self.logits[b].append(step.logits[b, j].to(copy=True, dtype=torch.float32))
                 if self.keeps_hidden and not is_prompt and isinstance(step.hidden_states, tuple):
-                    self.hidden[b].append(tuple(layer[b, j : j + 1].clone() for layer in step.hidden_states))
+                    # Gemma-3n has four streams of hidden states, before the rows.
+                    self.hidden[b].append(tuple(layer[..., b, j : j + 1, :].clone() for layer in step.hidden_states))
                 if self.keeps_attentions and not is_prompt and step.attentions is not None:
                     seen = self.filled + len(self.attentions[b]) + 1
                     self.attentions[b].append(tuple(layer[b, :, j : j + 1, :seen].clone() for layer in step.attentions))
 
-    def outputs(self) -> dict[str, Any]:
-        """Keyword arguments for `GenerateDecoderOnlyOutput`."""
+    def outputs(self, past: Cache | None, config: Any, attention: Tensor) -> dict[str, Any]:
+        """Keyword arguments for `GenerateDecoderOnlyOutput`.
+
+        Args:
+            past: the cache that plain `generate()` would use, before anything is added to it.
+            config: of the text model.
+            attention: [B, filled] bool, False where the prompt is padded.
+        """
         prompt = self.prompt or Step(torch.empty(0))
+        attentions: Any = (prompt.attentions, *_layers(self.attentions, before=3))
+        if past is not None and prompt.attentions is not None and prompt.attentions[0] is not None:
+            attentions = in_order_of(past, config, attentions, attention)
         return {
             "scores": _tokens(self.scores) if self.keeps_scores else None,
             "logits": _tokens(self.logits) if self.keeps_logits else None,
-            "hidden_states": (prompt.hidden_states, *_layers(self.hidden)) if self.keeps_hidden else None,
-            "attentions": (prompt.attentions, *_layers(self.attentions)) if self.keeps_attentions else None,
+            "hidden_states": (prompt.hidden_states, *_layers(self.hidden, before=2)) if self.keeps_hidden else None,
+            "attentions": attentions if self.keeps_attentions else None,
         }
 
 
 def _tokens(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """[row][token] pieces to one [B, ...] tensor a token."""
-    longest = max(rows, key=len)
-    return tuple(
-        torch.stack([row[t] if t < len(row) else torch.zeros_like(longest[t]) for row in rows])
-        for t in range(len(longest))
-    )
+    """[row][token] pieces to one tensor a token, [B, V]."""
+    return tuple(torch.stack(column) for column in zip(*rows))
 
 
-def _layers(rows: list[list[Layers]]) -> tuple[Layers, ...]:
-    """[row][token][layer] pieces to [token][layer] tensors [B, ...]."""
-    longest = max(rows, key=len)
-    by_layer = [
-        _tokens([[token[layer] for token in row] for row in rows]) for layer in range(len(longest[0]) if longest else 0)
-    ]
-    return tuple(zip(*by_layer))
+def _layers(rows: list[list[Layers]], before: int) -> tuple[Layers, ...]:
+    """[row][token][layer] pieces to [token][layer] tensors, the rows before the last dimensions."""
+    return tuple(tuple(torch.stack(pieces, dim=-1 - before) for pieces in zip(*column)) for column in zip(*rows))

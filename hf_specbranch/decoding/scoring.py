@@ -118,35 +118,48 @@ def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]
 class Guide:
     """Forks of the user's stateful processors, walking along one drafted line of one sequence.
 
-    Each must see every prefix of its line once and in order; `seen` is the length of the next it expects.
+    Each must see every prefix of its line once and in order, up to the first drafted end-of-sequence token: plain
+    `generate()` shows nobody a text that has ended.
+
+    Args:
+        processors: pointwise and prefix processors, and forks of the user's own.
+        prompt: tokens of the prompt, in which an end-of-sequence token ends nothing.
+        ends: the end-of-sequence tokens.
     """
 
-    def __init__(self, processors: list[Processor], seen: int) -> None:
-        self.processors = processors
-        self.seen = seen
+    def __init__(self, processors: list[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> None:
+        self.processors, self.prompt, self.ends = processors, prompt, ends
+        self.seen = prompt  # the length of the next prefix
+        self.called = prompt  # of the next that the forks have not seen; shorter once the line has ended
 
     @classmethod
-    def beside(cls, processors: Sequence[Processor], seen: int) -> Guide:
+    def beside(cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> Guide:
         """Fork the forkable ones; leave out the rest, which must not see drafts."""
         usable = [p for p in processors if not is_opaque(p) or can_guide(p)]
-        return cls([p.fork() if is_opaque(p) else p for p in usable], seen)
+        return cls([p.fork() if is_opaque(p) else p for p in usable], prompt, ends)
 
     def score(self, prefix: Tensor, logits: Tensor) -> Tensor:
         """Scores [1, V] for the token after `prefix` [1, L]; `L` must not skip a length."""
         assert prefix.shape[1] == self.seen, (prefix.shape[1], self.seen)
+        ended = self.called < self.seen or (self.seen > self.prompt and int(prefix[0, -1]) in self.ends)
         for processor in self.processors:
-            logits = processor(prefix, logits)
+            if not (ended and is_opaque(processor)):
+                logits = processor(prefix, logits)
         self.seen += 1
+        self.called += not ended
         return logits
 
     def fork(self) -> Guide:
-        return Guide([p.fork() if is_opaque(p) else p for p in self.processors], self.seen)
+        guide = Guide([p.fork() if is_opaque(p) else p for p in self.processors], self.prompt, self.ends)
+        guide.seen, guide.called = self.seen, self.called
+        return guide
 
     def rewind(self, length: int) -> None:
         """Forget every prefix longer than `length`."""
-        surplus = self.seen - (length + 1)
+        surplus = self.called - (length + 1)
         if surplus > 0:
             for processor in self.processors:
                 if is_opaque(processor):
                     processor.rollback(surplus)
-            self.seen = length + 1
+            self.called = length + 1
+        self.seen = min(self.seen, length + 1)

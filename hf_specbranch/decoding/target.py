@@ -13,6 +13,7 @@ from ..runners.base import Step
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
 from ..stats import SpecBranchStats
+from .model_inputs import ModelInputs
 from .reading import is_short, read_at_once
 from .records import Chain, Leaves
 from .text import Text
@@ -36,6 +37,7 @@ class Target:
         feature_layers: the hidden states that hooks want to read.
         stats: where to count.
         tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
+        further: what else the forward is given after the prompt.
     """
 
     in_kernels = False  # see `Desk.run`
@@ -53,10 +55,11 @@ class Target:
         feature_layers: tuple[int, ...],
         stats: SpecBranchStats,
         tokens_alone: bool = False,
+        further: ModelInputs | None = None,
     ) -> None:
         self.desk, self.runner, self.device = desk, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
-        self.feature_layers, self.tokens_alone = feature_layers, tokens_alone
+        self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
         self.first_position = desk.tensor("target.first_position", (rows, 1))
@@ -94,7 +97,7 @@ class Target:
         self._count()
         self.stats.target_positions += chain.tokens.shape[1] + 1 + (chain.leaves is not None) + leaves
         if not self.desk.fixed:
-            return self._pass(chain, shown, self.runner.forward)
+            return self._pass(chain, shown, self._forward)
         shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1 + leaves
         key = ("verify", queries, chain.leaves is None, leaves, shown, self.base, chain.memory)
         stage = partial(self._pass, chain, shown, self.runner.forward_as_it_is)
@@ -117,6 +120,26 @@ class Target:
         if self.text.skips:
             rows = self.text.ids[:, :0]
             self.verify(Chain(rows, self.text.length, leaves=Leaves(rows, rows)))
+
+    def read_columns(self, first: int, last: int) -> Step:
+        """Read text that is final, columns `first` to `last` (exclusive) of all rows; logits [B, last - first, V]."""
+        shown = self.base + last
+        self.runner.reserve(self.text.ids.shape[0], shown)
+        self._count()
+        slots = self.slots[None, self.base + first : shown].expand(self.text.ids.shape[0], -1)
+        visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
+        tokens = self.text.ids[:, first:last].to(self.device)
+        further = self.further.of(last - first)
+        return self.runner.forward_as_it_is(
+            tokens, self._positions(slots), slots, visible, **self.outputs, **further
+        )  # of any length, so not worth a capture
+
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **outputs: Any) -> Step:
+        """A pass outside captured stages; one that is given something else is not captured either."""
+        if not self.further.names:
+            return self.runner.forward(tokens, positions, slots, visible, **outputs)
+        outputs |= self.further.of(tokens.shape[1])
+        return self.runner.forward_as_it_is(tokens, positions, slots, visible, **outputs)
 
     def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
         tokens, columns = self.text.with_chain(chain)  # [B, N + 1]

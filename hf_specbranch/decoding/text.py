@@ -14,7 +14,7 @@ from ..runners.mail import Outbox
 from .records import Chain, Outcome, Report
 from .scoring import Prefixes
 from .stopping import Stopper
-from .verify import NONE, Verdict
+from .verify import NO_TOKEN, NONE, Verdict
 
 ScoresSoFar = Callable[[int], tuple[Tensor, ...]]
 
@@ -59,6 +59,7 @@ class Text:
         self.done = [False] * rows  # the row gains nothing more
         self.stopper, self.pad_token, self.in_step, self.streamer = stopper, pad_token, in_step, streamer
         self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
+        self.appended = [0] * rows  # of these, how many await `commit`; only for rows in step
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
         self.skips = False  # the last round has added a runner-up, which the target has not read in its place
@@ -68,7 +69,7 @@ class Text:
 
     @property
     def finished(self) -> bool:
-        return all(self.done)
+        return all(self.done) and not any(self.appended)
 
     @property
     def reach(self) -> int:
@@ -115,9 +116,20 @@ class Text:
         """The text [B, longest], and the length [B] each row had before the last round's tokens."""
         return self.ids[:, : max(self.lengths)], self.length - self.told[0]
 
-    def step_prefix(self, chain: Chain, j: int) -> Tensor:
-        """The text [B, L] before chain position `j`, for rows of equal length."""
-        return torch.cat([self.ids[:, : self.lengths[0]], chain.tokens[:, :j]], dim=1)
+    def so_far(self) -> Tensor:
+        """[B, L] the text of rows in step."""
+        return self.ids[:, : self.lengths[0]].clone(memory_format=torch.contiguous_format)
+
+    def padded(self, chain: Chain) -> Chain:
+        """The chain as plain `generate()` would feed it to rows in step: finished rows read padding, and so does a row
+        after a drafted end-of-sequence token.
+        """
+        if not self.in_step or not self.stopper.eos or not chain.tokens.shape[1]:
+            return chain
+        tokens = chain.tokens
+        ends = torch.isin(tokens, torch.tensor(sorted(self.stopper.eos), device=tokens.device)).long()
+        over = (ends.cumsum(1) > ends) | torch.tensor(self.done, device=tokens.device)[:, None]
+        return chain._replace(tokens=tokens.masked_fill(over, self.pad_token))
 
     def sequences(self) -> Tensor:
         """[B, longest] the whole text, padded on the right."""
@@ -132,7 +144,7 @@ class Text:
         """Write what a verdict allows behind the text; how much of it stays is for `commit` to say."""
         if self.in_step:
             return
-        own, extra = verdict.token[:, None], bonus.clamp(min=0)[:, None]
+        own, extra = verdict.token.clamp(min=0)[:, None], bonus.clamp(min=0)[:, None]
         tokens = torch.cat([chain.tokens.to(self.ids.device), own, extra], dim=1)  # [B, N + 2]
         tokens = tokens.scatter(1, verdict.accepted[:, None], own).scatter(1, verdict.accepted[:, None] + 1, extra)
         self.ids.scatter_(1, self.length[:, None] + self.columns[: tokens.shape[1]], tokens)
@@ -145,7 +157,12 @@ class Text:
             scores: what stopping criteria are shown after `n` tokens of this round, if scores are recorded.
         """
         offered = [report.offered for report in reports]
-        gained = self._advance_in_step(offered, scores) if self.in_step else self._advance(offered, scores)
+        if not self.in_step:
+            gained = self._advance(offered, scores)
+        else:
+            if not any(self.appended):  # otherwise the judge has done so already
+                self._advance_in_step(offered, [report.accepted for report in reports], scores)
+            gained, self.appended = self.appended, [0] * len(reports)
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
         self.skips = any(report.bonus != NONE for report in reports)
@@ -164,6 +181,7 @@ class Text:
                 continue
             row = self.ids[b : b + 1]
             for token in tokens:
+                self._check_token(b, token)
                 self.lengths[b] += 1
                 self.new[b].append(token)
                 gained[b] += 1
@@ -173,23 +191,52 @@ class Text:
                     break
         return gained
 
-    def _advance_in_step(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:
-        running = [b for b, done in enumerate(self.done) if not done]
-        gained = [0] * len(offered)
-        for j in range(min(len(offered[b]) for b in running)):
-            column = [self.pad_token if done else offered[b][j] for b, done in enumerate(self.done)]
-            self.ids[:, self.lengths[0]] = torch.tensor(column, device=self.ids.device)
-            self.lengths = [length + 1 for length in self.lengths]
-            for tokens, token in zip(self.new, column):
-                tokens.append(token)
-            gained = [count + (not done) for count, done in zip(gained, self.done)]
-            shown = None if scores is None else scores(j + 1)
-            ends = self.stopper.rows_end(self.ids[:, : self.lengths[0]].contiguous(), column, shown)
-            self.fired = [fired or end for fired, end in zip(self.fired, ends)]
-            self.done = self.fired if self.stopper.pads else [all(self.fired)] * len(self.fired)
-            if all(self.done):
+    def _advance_in_step(self, offered: list[list[int]], accepted: list[int], scores: ScoresSoFar | None) -> None:
+        for j in range(max(map(len, offered))):
+            tokens = [self.pad_token if done else offered[b][j] for b, done in enumerate(self.done)]
+            if not self.append(tokens, [j < count for count in accepted], scores):
                 break
-        return gained
+
+    def append(self, tokens: list[int], agreed: list[bool], scores: ScoresSoFar | None) -> bool:
+        """Add one column to rows in step, padding in finished rows, and ask the stopping criteria.
+
+        Args:
+            tokens: one a row.
+            agreed: whether each is the drafted one.
+            scores: as in `commit`.
+
+        Returns:
+            Whether the target's pass says what follows: no row has left its chain, or has ended where the chain does
+            not go on with padding.
+        """
+        for b, token in enumerate(tokens):
+            self._check_token(b, token)
+        running = [b for b, done in enumerate(self.done) if not done]
+        column = [self.pad_token if done else token for token, done in zip(tokens, self.done)]
+        self.ids[:, self.lengths[0]] = torch.tensor(column, device=self.ids.device)
+        self.lengths = [length + 1 for length in self.lengths]
+        for new, token in zip(self.new, column):
+            new.append(token)
+        self.appended = [count + (not done) for count, done in zip(self.appended, self.done)]
+        shown = None if scores is None else scores(max(self.appended))
+        ends = self.stopper.rows_end(self.so_far(), column, shown)
+        self.fired = [fired or end for fired, end in zip(self.fired, ends)]
+        self.done = list(self.fired) if self.stopper.pads else [all(self.fired)] * len(self.fired)
+        on_course = (agreed[b] and (not self.done[b] or column[b] in self.stopper.eos) for b in running)
+        return not all(self.done) and all(on_course)
+
+    def _check_token(self, row: int, token: int) -> None:
+        """Refuse to go on where nothing can be drawn, as `torch.multinomial` does in plain `generate()`."""
+        if token == NO_TOKEN:
+            raise RuntimeError(
+                f"no token can be drawn for row {row} at new token {len(self.new[row])}: after the logits processors "
+                f"every token is masked (-inf), or some score is infinite or NaN"
+            )
+
+    def queries_of(self, outcomes: list[Outcome]) -> list[range]:
+        """Which queries of the last pass stand for text, row by row; in step, finished rows have read padding there."""
+        longest = max(outcome.committed for outcome in outcomes)
+        return [range(longest if self.in_step else outcome.committed) for outcome in outcomes]
 
     def hand_out(self) -> None:
         """Give the streamer every column that is final in all rows."""

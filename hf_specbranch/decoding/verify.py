@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 NONE = -1  # no branch survived
+NO_TOKEN = -2  # nothing can be drawn: the distribution is not one
 
 
 class Verdict(NamedTuple):
     """What becomes of a chain, row by row."""
 
     accepted: Tensor  # [B] chain tokens that stand
-    token: Tensor  # [B] the target's own token after them
+    token: Tensor  # [B] the target's own token after them, or NO_TOKEN
     survivor: Tensor  # [B] which branch starts with that token in that place, or NONE
 
 
@@ -83,7 +84,7 @@ def judge_samples(
     p_there = p[torch.arange(rows, device=p.device), where]  # [B, V]
     q_there = q[torch.arange(rows, device=p.device), where]
     source = torch.where((standing < tested)[:, None], residual(p_there, q_there), p_there)
-    fresh = draw(source, generator)
+    fresh = draw_if_possible(source, generator)
     main_stands = standing > length  # the whole chain, and the main branch's token behind it
     token = torch.where(main_stands, branches[:, 0], fresh)
     accepted = torch.minimum(standing, length)
@@ -103,6 +104,7 @@ def look_up(verdict: Verdict, choices: Tensor, leaves: Tensor, at: Tensor) -> Bo
     """
     leaf = _find(verdict.token, verdict.accepted, leaves, at)
     token = _pick(choices, leaf.clamp(min=0))
+    leaf = torch.where(token == NO_TOKEN, NONE, leaf)  # the next round stands there, and says so
     return Bonus(torch.where(leaf == NONE, NONE, token), leaf)
 
 
@@ -113,6 +115,11 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     `torch.multinomial` this never asks the device whether `p` is valid.
     """
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+
+
+def draw_if_possible(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """The same, and NO_TOKEN where a softmax has no value: every token is masked, or a score is infinite or NaN."""
+    return torch.where(p[..., 0].isnan(), NO_TOKEN, draw(p, generator))
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def drawn_choices(scores: Tensor, noise: Tensor, drawn: Drawn | None) -> Tensor:
         drawn: what was drafted, if it was drawn.
 
     Returns:
-        [B, Q].
+        [B, Q]; -2 (`NO_TOKEN`) where every token is masked, or a score is infinite or NaN.
     """
     rows, queries, vocabulary = scores.shape
     choices = torch.empty((rows, queries), dtype=torch.long, device=scores.device)
@@ -112,4 +112,5 @@ def _draws_kernel(
             best_left = tl.maximum(best_left, here)
     if DRAWN:
         choice = tl.where(best_left > 0, choice_left, choice)  # p itself where the two are equal
-    tl.store(choices + row * queries + query, tl.where(stands, token, choice.to(tl.int64)))
+    choice = tl.where(total > 0, choice.to(tl.int64), -2)
+    tl.store(choices + row * queries + query, tl.where(stands, token, choice))

@@ -24,7 +24,8 @@ def verdict(
     """Judge a chain, write what is allowed behind the text, and report.
 
     Args:
-        choices: [B, N + 1 + W] the target's tokens at the chain positions, at the branch point, behind runners-up.
+        choices: [B, N + 1 + W] the target's tokens at the chain positions, at the branch point, behind runners-up; -2
+            (`NO_TOKEN`) is reported, but never written to the text.
         chain: its tokens [B, N] and lengths [B].
         branches: the tokens [B, K] that branches start with, and their positions.
         following: [B, K] the token behind each branch's first, if runners-up may skip to it.
@@ -81,6 +82,8 @@ def _verdict_kernel(
         leaf = tl.min(tl.where((first == token) & (place == accepted), nth.to(tl.int64), BLOCK), 0)
         found = leaf < BLOCK
         bonus = tl.load(choices + count + 1 + leaf, mask=found, other=-1)
+        found = found & (bonus >= 0)
+        bonus = tl.maximum(bonus, -1)
         chosen_at = tl.where(found, count + 1 + leaf, accepted)
     if FOLLOWING:
         next_token = tl.load(following + row * branch_stride + survivor, mask=survivor >= 0, other=-1)
@@ -89,7 +92,8 @@ def _verdict_kernel(
     before = tl.load(told + 6 * told_stride + row)
     ids += row * ids_stride + before
     tl.store(ids + nth, mine, mask=nth < accepted)
-    tl.store(ids + accepted, token)
+    known = tl.maximum(token, 0)
+    tl.store(ids + accepted, known)
     tl.store(ids + accepted + 1, bonus, mask=bonus >= 0)
     tl.store(report, accepted)
     tl.store(report + 1, token)
@@ -104,7 +108,7 @@ def _verdict_kernel(
     told += row
     tl.store(told, committed)
     tl.store(told + told_stride, accepted)
-    tl.store(told + 2 * told_stride, token)
+    tl.store(told + 2 * told_stride, known)
     tl.store(told + 3 * told_stride, survivor)
     tl.store(told + 4 * told_stride, bonus)
     tl.store(told + 5 * told_stride, (before + committed >= most).to(tl.int64))
