@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as sc
 
@@ -40,12 +41,22 @@ class Stopper:
 
     def row_ends(self, ids: Tensor, length: int, token: int, scores: Any) -> bool:
         """Whether a row that has just gained `token` is complete; its text is the first `length` of ids [1, C]."""
-        ends = [bool(criterion(ids[:, :length], scores).all()) for criterion in self.called]
+        ends = [fired(criterion, ids[:, :length], scores)[0] for criterion in self.called]
         return any(ends) or token in self.eos or length >= self.max_length
 
     def rows_end(self, text: Tensor, tokens: list[int], scores: Any) -> list[bool]:
         """The same for all rows [B, L] at once."""
         ends = [token in self.eos or text.shape[1] >= self.max_length for token in tokens]
         for criterion in self.called:
-            ends = [end or fired for end, fired in zip(ends, criterion(text, scores).tolist())]
+            ends = [end or also for end, also in zip(ends, fired(criterion, text, scores))]
         return ends
+
+
+def fired(criterion: Any, text: Tensor, scores: Any) -> list[bool]:
+    """For which rows of text [B, L] a criterion fires.
+
+    It may return a tensor of one value per row or a single bool for all rows, as `StoppingCriteriaList` combines them.
+    """
+    nobody = torch.zeros(text.shape[0], dtype=torch.bool, device=text.device)
+    ends: list[bool] = (nobody | criterion(text, scores)).tolist()
+    return ends
