@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ..adapters import adapter_state
 from ..config import SpecBranchConfig
 from ..planner import SURELY_BETTER, Choice, Stretch, choose, described, may_be_better, ordinary_text, prices, width
 from ..runners.placement import Beside
@@ -99,12 +100,14 @@ class Knowledge:
     texts: Texts = field(default_factory=lambda: Texts(TEXTS))
 
 
-_KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, Knowledge]] = WeakKeyDictionary()
+ByAdapters = dict[Hashable, Knowledge]
+_KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, ByAdapters]] = WeakKeyDictionary()
 
 
 def knowledge_of(target: PreTrainedModel, draft: PreTrainedModel) -> Knowledge:
-    """What is known of a pair; kept as long as both models are there."""
-    return _KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(draft, Knowledge())
+    """What is known of a pair in the present state of its adapters; kept as long as both models are there."""
+    known = _KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
+    return known.setdefault((adapter_state(target), adapter_state(draft)), Knowledge())
 
 
 def forget(target: PreTrainedModel) -> None:

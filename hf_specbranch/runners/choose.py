@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ..adapters import has_adapters
 from ..kernels import prepare
 from ..kernels.backend import HALF_PRECISION
 from ..walk import every_module, every_parameter
@@ -79,7 +80,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is split over several devices"
     if getattr(model, "hf_quantizer", None) is not None:
         return "it is quantised"
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapters(model):
         return "it has adapters, which may be switched between calls"
     if any(_is_watched(module) for module in every_module(model)):
         return "it has forward hooks, which a replay would not call"

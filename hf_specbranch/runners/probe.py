@@ -12,7 +12,7 @@ contents of some slots and in nothing else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..adapters import adapter_state
 from ..kernels.asked import own_attention
 from ..kernels.trial import evaluating
 from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
 
-_KNOWN: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()  # model -> by_layer_type
+# model -> state of its adapters -> by_layer_type
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[Hashable, bool]] = WeakKeyDictionary()
 
 CONTEXT = 4  # tokens before the queries; the last two are copied to a far and a near slot for each query
 REFERENCES = 4  # queries whose logits are compared with an ordinary run
@@ -62,10 +64,11 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
-    if model not in _KNOWN:
+    known, state = _KNOWN.setdefault(model, {}), adapter_state(model)
+    if state not in known:
         with torch.no_grad(), evaluating(model):
-            _KNOWN[model] = _find_form(model, role, hasattr(config, "layer_types"))
-    return MaskMaker(model, by_layer_type=_KNOWN[model])
+            known[state] = _find_form(model, role, hasattr(config, "layer_types"))
+    return MaskMaker(model, by_layer_type=known[state])
 
 
 def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
