@@ -1,19 +1,22 @@
-"""Everything that can be wrong with a request, said before any work starts."""
+"""Everything that can be wrong with a request, said before any work starts, and what is left to transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
+from .adapters import why_adapters_need_plain
 from .config import SpecBranchConfig
-from .decoding.engine import check_cache
 from .decoding.policies import POLICIES
+from .request import MergedSettings
+from .runners.slots import why_not_loaded
 from .walk import every_parameter
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
 LARGEST_PADDING = 0.01
+SPEEDED_UP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def check_model(model: PreTrainedModel, role: str) -> None:
@@ -52,25 +55,51 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
         )
 
 
-def check_request(
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    config: SpecBranchConfig,
-    mode: GenerationMode,
-    generation_config: GenerationConfig,
-    mode_kwargs: dict[str, Any],
-) -> None:
-    """Refuse a `generate()` call that cannot be carried out as asked."""
-    check_model(target, "target")
-    if mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"SpecBranch speeds up greedy decoding and sampling, not {mode.value}: set num_beams=1 (and leave out "
-            f"other search modes), or pass specbranch=False"
+def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
+    """Why this `generate()` call is left to transformers' own decoding; empty if it is not."""
+    if (mode := settings.mode) not in SPEEDED_UP:
+        return f"SpecBranch speeds up greedy decoding and sampling, not {mode.value.replace('_', ' ')}"
+    if settings.use_cache is False:
+        return "SpecBranch needs the cache, and use_cache=False turns it off"
+    if settings.synced_gpus:
+        return "SpecBranch does not run under ZeRO-3 or FSDP (synced_gpus=True)"
+    if settings.cache_implementation in ("paged", "quantized"):
+        return (
+            f"SpecBranch cannot keep its keys and values under cache_implementation={settings.cache_implementation!r}"
         )
-    if generation_config.use_cache is False:
-        raise ValueError("SpecBranch needs the cache: leave out use_cache=False, or pass specbranch=False")
-    if mode_kwargs.get("synced_gpus"):
-        raise ValueError("SpecBranch does not run under ZeRO-3 or FSDP (synced_gpus=True): pass specbranch=False")
+    past = settings.past_key_values
+    if isinstance(past, Cache) and (reason := why_not_loaded(past)):
+        return reason
+    for model, role in ((target, "target"), (draft, "draft")):
+        if model is not None and model.training and model.is_gradient_checkpointing:
+            return f"the {role} is in training mode with gradient checkpointing, which turns its cache off"
+    return why_adapters_need_plain(target)
+
+
+def why_refused(settings: MergedSettings) -> str:
+    """What transformers' own assisted decoding refuses of a call that `why_plain` has something against."""
+    if settings.mode not in SPEEDED_UP:
+        return ""  # it ignores the assistant there
+    if settings.use_cache is False:
+        return "leave out use_cache=False, or leave out assistant_model="
+    if isinstance(settings.past_key_values, StaticCache):
+        return "pass a DynamicCache, or the whole text without past_key_values"
+    return ""
+
+
+def check_request(
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpecBranchConfig, tokenizer: Any, assistant: Any
+) -> None:
+    """Refuse a `generate()` call that cannot be carried out as asked.
+
+    Args:
+        target: the model that generates.
+        draft: its draft, if there is one.
+        config: the settings of the call.
+        tokenizer: the target's tokenizer, if it was passed.
+        assistant: the draft's tokenizer, if it was passed.
+    """
+    check_model(target, "target")
     if not POLICIES[config.policy].drafts:
         return
     if draft is None:
@@ -79,7 +108,7 @@ def check_request(
             f"specbranch(model, draft=...)"
         )
     check_model(draft, "draft")
-    check_pair(target, draft, mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+    check_pair(target, draft, tokenizer, assistant)
 
 
 def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
@@ -102,7 +131,6 @@ def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)}: SpecBranch takes one position a token, [batch, length]"
         )
-    check_cache(model_kwargs.get("past_key_values"))
 
 
 def _name(thing: Any) -> str:

@@ -38,8 +38,9 @@ class SpecBranchConfig:
             says in `num_assistant_tokens`, else 8, or 4 where stages are captured and the draft is large beside its
             target.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
-            probability is below it. 0 never stops: drafts of fixed length. "auto" takes 0.02 where stages are captured
-            as CUDA graphs and no head decides, and 0.4 elsewhere.
+            probability is below it. 0 never stops: drafts of fixed length. "auto" takes what the generation config says
+            in `assistant_confidence_threshold`, else 0.02 where stages are captured as CUDA graphs and no head
+            decides, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
         max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
             correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as

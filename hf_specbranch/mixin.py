@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cache
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from .checks import check_inputs, check_model, check_request
+from .adapters import draft_model, transformers_model
+from .checks import check_inputs, check_model, check_request, why_plain, why_refused
 from .config import SpecBranchConfig
 from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
@@ -21,10 +24,12 @@ from .decoding.loop import Parts
 from .decoding.planning import forget
 from .decoding.policies import POLICIES
 from .heads.resolve import resolve_head
+from .request import FallBack, MergedSettings, Request, call_config, seeded_from
 from .runners.choose import release
 from .stats import SpecBranchStats
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=torch.nn.Module)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,26 +38,15 @@ class Remembered:
 
     draft: PreTrainedModel | None = None
     head: Any = None
-
-
-@dataclass
-class Request:
-    """What one `generate()` call asks of us; it travels beside transformers' own arguments."""
-
-    config: SpecBranchConfig
-    draft: PreTrainedModel | None
-    hooks: Sequence[SpeculationHook]
-    generator: torch.Generator | None
-    fills_cache: bool  # past_key_values was passed in
-    observer: Callable[[Parts], Parts] | None
+    said: set[str] = field(default_factory=set)  # why calls were left to transformers, where that was said
+    borrowed: int = 0  # calls under way for which the model is attached, where nobody else attached it
 
 
 # `generate()` takes some arguments by position; by name they are easier to look at.
 _POSITIONAL = [
     name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")
 ]
-ASSISTANT_TOKENS = 20  # what transformers takes where a generation config does not say `num_assistant_tokens`
-_REQUEST: ContextVar[Request | None] = ContextVar("specbranch_request", default=None)
+_BORROWING = Lock()
 
 
 class SpecBranchMixin(GenerationMixin):
@@ -73,7 +67,7 @@ class SpecBranchMixin(GenerationMixin):
     def generate(
         self,
         *args: Any,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: torch.nn.Module | None = None,
         specbranch: SpecBranchConfig | dict[str, Any] | str | Path | bool | None = None,
         length_head: Any = None,
         speculation_hooks: Sequence[SpeculationHook] = (),
@@ -83,6 +77,10 @@ class SpecBranchMixin(GenerationMixin):
     ) -> Any:
         """`GenerationMixin.generate` with every argument it has, and a few more.
 
+        Transformers' own decoding runs without a draft, with `specbranch=False`, where the call names another source of
+        candidates (`prompt_lookup_num_tokens` and the like), and, after one warning that says why, where SpecBranch
+        cannot do what is asked (beam search, `use_cache=False`, a quantized cache and the like).
+
         Args:
             assistant_model: the draft; by default the one given to `specbranch(model, draft=...)`.
             specbranch: settings, as a `SpecBranchConfig`, a dict, or the path of a JSON file. By default those
@@ -90,12 +88,14 @@ class SpecBranchMixin(GenerationMixin):
             length_head: says how much of a line to send; a `LengthHead`, a folder, a repository id (with
                 `@revision` if it is to be pinned), "auto" or a callable. Overrides the settings' own.
             speculation_hooks: further `SpeculationHook`s, asked before the built-in ones.
-            generator: source of randomness for sampling; by default torch's global one.
+            generator: source of randomness for sampling; by default torch's global one. One number is drawn from it
+                and seeds all that this call draws. Under transformers' own decoding too: torch's global generators are
+                seeded for the time of the call and restored after it.
             speculation_observer: looks on, e.g. to draw a timeline; see `hf_specbranch.timeline`.
 
         Returns:
             What plain `generate()` returns. With `return_dict_in_generate=True`, also `stats`; these are
-            always on `model.specbranch_stats` too.
+            always on `model.specbranch_stats` too. Both are missing (None) where transformers' own decoding ran.
 
         Example:
             >>> from hf_specbranch import load_demo_pair, specbranch
@@ -104,14 +104,29 @@ class SpecBranchMixin(GenerationMixin):
             >>> out = specbranch(target).generate(**inputs, assistant_model=draft, max_new_tokens=8)
         """
         arguments = {**dict(zip(_POSITIONAL, args)), **kwargs}
-        draft = arguments.pop("assistant_model", assistant_model)
-        if specbranch is False:
-            return super().generate(assistant_model=draft, **arguments)
+        assistant = arguments.pop("assistant_model", assistant_model)
+        self.specbranch_stats = None
+        if arguments.get("custom_generate") is not None:
+            # Another decoding altogether: it is given all arguments, and may come back here.
+            ours = dict(specbranch=specbranch, length_head=length_head, speculation_hooks=speculation_hooks or None)
+            ours |= dict(generator=generator, speculation_observer=speculation_observer)
+            arguments |= {name: value for name, value in ours.items() if value is not None}
+            return super().generate(assistant_model=assistant, **arguments)
+        settings = MergedSettings(arguments, self.generation_config)
+        plain = partial(self._plain_generate, arguments, generator)
+        if specbranch is False or settings.is_assistant:
+            return plain(assistant)
+        if source := settings.candidate_source:
+            if specbranch is not None:
+                self._say_once(f"{source} names another source of candidates")
+            return plain(assistant)
         memory = self._specbranch_memory
-        draft = draft if draft is not None else memory.draft
-        config = _settings(specbranch, arguments, self.generation_config)
+        draft = draft_model(assistant) if assistant is not None else memory.draft
+        config = call_config(specbranch, settings, draft)
         if draft is None and specbranch is None and POLICIES[config.policy].drafts:
-            return super().generate(**arguments)
+            return plain()
+        model = cast(PreTrainedModel, self)
+        check_request(model, draft, config, settings.tokenizer, settings.assistant_tokenizer)
         head = length_head if length_head is not None else config.length_head or memory.head
         request = Request(
             config=replace(config, length_head=head),
@@ -121,25 +136,45 @@ class SpecBranchMixin(GenerationMixin):
             fills_cache=arguments.get("past_key_values") is not None,
             observer=speculation_observer,
         )
-        token = _REQUEST.set(request)
-        try:
-            # Any assistant makes transformers take the assisted road; which draft is used, the request says.
-            return super().generate(assistant_model=draft if draft is not None else self, **arguments)
-        finally:
-            _REQUEST.reset(token)
+        reason = why_plain(model, draft, settings)
+        if not reason:
+            try:
+                return super().generate(assistant_model=request, **arguments)
+            except FallBack as found:
+                reason = str(found)
+        if assistant is not None and (remedy := why_refused(settings)):
+            raise ValueError(f"{reason}, and transformers' own assisted decoding refuses it too: {remedy}")
+        self._say_once(reason)
+        return plain()
+
+    def _plain_generate(
+        self, arguments: dict[str, Any], generator: torch.Generator | None, assistant: Any = None
+    ) -> Any:
+        """transformers' own decoding."""
+        with seeded_from(generator, cast(PreTrainedModel, self)):
+            output = super().generate(assistant_model=assistant, **arguments)
+        self.specbranch_stats = None  # a processor may have called us in between
+        return output
+
+    def _say_once(self, reason: str) -> None:
+        if "_specbranch_memory" not in self.__dict__:
+            self._specbranch_memory = Remembered()
+        if reason not in self._specbranch_memory.said:
+            self._specbranch_memory.said.add(reason)
+            logger.warning("%s falls back to transformers' own decoding: %s", type(self).__name__, reason)
 
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> None:
-        request = _REQUEST.get()
-        if request is None:
+        request = generation_mode_kwargs.get("assistant_model")
+        if not isinstance(request, Request):
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
             return
-        model = cast(PreTrainedModel, self)
-        check_request(model, request.draft, request.config, generation_mode, generation_config, generation_mode_kwargs)
+        if generation_mode_kwargs.get("synced_gpus"):  # transformers looks at how the model is distributed
+            raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP")
         if request.draft is not None and POLICIES[request.config.policy].forks:
-            given = request.config.length_head
-            head = resolve_head(given, model, request.draft, generation_mode_kwargs.get("tokenizer"))
+            given, tokenizer = request.config.length_head, generation_mode_kwargs.get("tokenizer")
+            head = resolve_head(given, cast(PreTrainedModel, self), request.draft, tokenizer)
             if isinstance(head, SpeculationHook):
                 request.hooks, head = (*request.hooks, head), None
             request.config = replace(request.config, length_head=head)
@@ -153,13 +188,13 @@ class SpecBranchMixin(GenerationMixin):
         synced_gpus: bool = False,
         streamer: Any = None,
         inputs_tensor: torch.Tensor | None = None,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: PreTrainedModel | Request | None = None,
         assistant_tokenizer: Any = None,
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        request = _REQUEST.get()
-        if request is None:
+        request = assistant_model
+        if not isinstance(request, Request):
             return super()._assisted_decoding(
                 input_ids,
                 logits_processor,
@@ -199,11 +234,9 @@ class SpecBranchMixin(GenerationMixin):
         original = getattr(type(self), "_specbranch_original", None)
         if original is None:
             raise TypeError(f"{type(self).__name__} is a SpecBranchMixin by its definition: there is nothing to detach")
-        for name in ("_specbranch_memory", "specbranch_stats"):
-            self.__dict__.pop(name, None)
         release(cast(PreTrainedModel, self))
         forget(cast(PreTrainedModel, self))
-        self.__class__ = original
+        _restore_class(self)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,7 +247,7 @@ class SpecBranchMixin(GenerationMixin):
         return _attached_blank, (original,), self.__dict__
 
 
-def specbranch(model: Model, draft: PreTrainedModel | None = None, head: Any = None) -> Model:
+def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = None) -> Model:
     """Attach SpecBranch to a loaded model.
 
     The same object comes back, with the same weights, class name and methods; only its `generate()` now
@@ -222,7 +255,7 @@ def specbranch(model: Model, draft: PreTrainedModel | None = None, head: Any = N
     draft or head; `model.detach_specbranch()` undoes it.
 
     Args:
-        model: a decoder-only transformers model.
+        model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
         draft: a smaller model with the same tokenizer, used whenever `generate()` is given none.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used whenever `generate()` is
             given none.
@@ -237,19 +270,52 @@ def specbranch(model: Model, draft: PreTrainedModel | None = None, head: Any = N
         >>> model is target
         True
     """
-    check_model(model, "target")
-    if draft is not None:
-        check_model(draft, "draft")
+    target, own_draft = transformers_model(model), draft_model(draft)
+    check_model(target, "target")
+    if own_draft is not None:
+        check_model(own_draft, "draft")
+    attached = _attach(target)
+    before = attached._specbranch_memory
+    attached._specbranch_memory = Remembered(
+        draft=own_draft if own_draft is not None else before.draft, head=head if head is not None else before.head
+    )
+    return model
+
+
+@contextmanager
+def attached_for_call(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Attach SpecBranch to a model and restore it afterwards; for `custom_generate`, which owns no model.
+
+    What was captured and measured is kept for the next call. Several calls may be under way at a time.
+    """
+    with _BORROWING:
+        owned = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.borrowed
+        if not owned and not isinstance(model, SpecBranchMixin):
+            check_model(model, "target")
+            _attach(model)._specbranch_memory = Remembered()
+        memory = cast(SpecBranchMixin, model)._specbranch_memory
+        memory.borrowed += not owned
+    try:
+        yield model
+    finally:
+        with _BORROWING:
+            memory.borrowed -= not owned
+            if not owned and not memory.borrowed and cast(SpecBranchMixin, model)._specbranch_memory is memory:
+                _restore_class(cast(SpecBranchMixin, model))
+
+
+def _attach(model: Any) -> SpecBranchMixin:
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"{type(model).__name__} cannot generate text: load it with AutoModelForCausalLM")
     if not isinstance(model, SpecBranchMixin):
         model.__class__ = _attached_class(cast(Any, type(model)))
-    attached = cast(SpecBranchMixin, model)
-    before = attached._specbranch_memory
-    attached._specbranch_memory = Remembered(
-        draft=draft if draft is not None else before.draft, head=head if head is not None else before.head
-    )
-    return model
+    return cast(SpecBranchMixin, model)
+
+
+def _restore_class(model: SpecBranchMixin) -> None:
+    for name in ("_specbranch_memory", "specbranch_stats"):
+        model.__dict__.pop(name, None)
+    model.__class__ = cast(Any, type(model))._specbranch_original
 
 
 @cache
@@ -267,29 +333,3 @@ def _attached_class(original: Any) -> Any:
 def _attached_blank(original: Any) -> Any:
     attached = _attached_class(original)
     return attached.__new__(attached)
-
-
-def _settings(given: Any, arguments: dict[str, Any], model_config: GenerationConfig | None) -> SpecBranchConfig:
-    """The settings of a call: its own, else the generation config's, else the defaults."""
-    passed = arguments.get("generation_config")
-    if given is None or given is True:
-        candidates = (getattr(config, "specbranch", None) for config in (passed, model_config))
-        given = next((candidate for candidate in candidates if candidate is not None), {})
-    if isinstance(given, SpecBranchConfig):
-        config = given
-    elif isinstance(given, dict):
-        config = SpecBranchConfig.from_dict(given)
-    elif isinstance(given, (str, Path)):
-        config = SpecBranchConfig.from_json_file(given)
-    else:
-        raise TypeError(f"specbranch={given!r}: expected a SpecBranchConfig, a dict, a JSON file's path or a bool")
-    if config.max_draft_length == "auto":
-        lengths = (arguments.get("num_assistant_tokens"), *map(_assistant_tokens, (passed, model_config)))
-        config = replace(config, max_draft_length=next((length for length in lengths if length), "auto"))
-    return config
-
-
-def _assistant_tokens(config: GenerationConfig | None) -> int | None:
-    """What a generation config says of the draft length, if anybody has set it: pipelines fill in defaults."""
-    length: int | None = getattr(config, "num_assistant_tokens", None)
-    return None if length == ASSISTANT_TOKENS else length

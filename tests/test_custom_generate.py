@@ -1,13 +1,15 @@
 """The Hub form: `generate(custom_generate=folder)` with nothing imported."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer
+from transformers import LlamaForCausalLM, TextIteratorStreamer
 
-from hf_specbranch import __version__, load_demo_pair
+from hf_specbranch import __version__, load_demo_pair, specbranch
 
 pytestmark = pytest.mark.compat
 FOLDER = str(Path(__file__).parent.parent / "examples" / "custom_generate")
@@ -30,13 +32,6 @@ def installed(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def fresh(pair):
-    yield
-    if hasattr(pair[0], "detach_specbranch"):
-        pair[0].detach_specbranch()
-
-
 def ask(pair, **kwargs):
     inputs = pair[2]("def add(a, b):", return_tensors="pt")
     return pair[0].generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, **kwargs})
@@ -47,9 +42,9 @@ def remote(pair, **kwargs):
 
 
 def test_the_text_is_that_of_plain_generate(pair):
-    plain = ask(pair)
-    assert torch.equal(remote(pair, assistant_model=pair[1]), plain)
-    assert pair[0].specbranch_stats.num_accepted_tokens > 0
+    out = remote(pair, assistant_model=pair[1], return_dict_in_generate=True)
+    assert torch.equal(out.sequences, ask(pair))
+    assert out.stats.num_accepted_tokens > 0 and out.stats.new_tokens == 12
 
 
 def test_it_may_be_called_again(pair):
@@ -57,16 +52,38 @@ def test_it_may_be_called_again(pair):
     assert torch.equal(first, second)
 
 
+def test_the_model_is_left_as_it_was(pair):
+    model = copy.deepcopy(pair[0])
+    names, own = set(model.__dict__), (model, *pair[1:])
+    remote(own, assistant_model=pair[1])
+    assert type(model) is LlamaForCausalLM and set(model.__dict__) == names
+    with pytest.raises(ValueError, match="policy='magic'"):
+        remote(own, assistant_model=pair[1], specbranch={"policy": "magic"})
+    assert type(model) is LlamaForCausalLM and set(model.__dict__) == names
+
+
+def test_the_model_stays_attached_until_the_last_call_ends(pair):
+    plain, kind = ask(pair), type(pair[0])
+    with ThreadPoolExecutor(2) as threads:
+        for out in threads.map(lambda _: remote(pair, assistant_model=pair[1]), range(4)):
+            assert torch.equal(out, plain)
+    assert type(pair[0]) is kind
+
+
+def test_an_attached_model_stays_attached(pair):
+    target, draft, tokenizer = pair
+    model = specbranch(copy.deepcopy(target), draft=draft)
+    out = remote((model, draft, tokenizer), specbranch={"policy": "vanilla"})
+    assert torch.equal(out, ask(pair))
+    assert model.specbranch_stats.policy == "vanilla" and model._specbranch_memory.draft is draft
+
+
 def test_settings_and_a_streamer_arrive(pair):
     streamer = TextIteratorStreamer(pair[2])
-    out = remote(pair, assistant_model=pair[1], specbranch={"policy": "vanilla"}, streamer=streamer)
-    assert pair[0].specbranch_stats.policy == "vanilla"
-    assert "".join(streamer) == pair[2].decode(out[0])
-
-
-def test_statistics_come_with_the_output(pair):
-    out = remote(pair, assistant_model=pair[1], return_dict_in_generate=True)
-    assert out.stats.new_tokens == 12
+    kwargs = {"specbranch": {"policy": "vanilla"}, "streamer": streamer, "return_dict_in_generate": True}
+    out = remote(pair, assistant_model=pair[1], **kwargs)
+    assert out.stats.policy == "vanilla"
+    assert "".join(streamer) == pair[2].decode(out.sequences[0])
 
 
 def test_without_a_draft_plain_generate_runs(pair):

@@ -64,7 +64,6 @@ def test_settings_are_checked_on_creation(wrong, message):
     ("wrong", "message"),
     [
         ({"use_cache": False}, "needs the cache"),
-        ({"num_beams": 3}, "speeds up greedy decoding and sampling, not beam_search: set num_beams=1"),
         ({"input_ids": torch.zeros((1, 0), dtype=torch.long), "attention_mask": None}, "the prompt is empty"),
         ({"length_head": "./no-such-head"}, "no length head at ./no-such-head: expected a folder"),
         ({"specbranch": 7}, "specbranch=7: expected a SpecBranchConfig"),
@@ -111,6 +110,13 @@ def test_a_draft_without_weights_is_refused(model, draft):
         empty = type(draft)(draft.config)
     with pytest.raises(ValueError, match="the draft LlamaForCausalLM has weights on the meta device"):
         model.generate(**prompt(), max_new_tokens=3, assistant_model=empty)
+
+
+def test_a_refused_draft_leaves_the_model_unattached(target):
+    plain = copy.deepcopy(target)
+    with pytest.raises(ValueError, match="the draft MambaForCausalLM keeps a recurrent state"):
+        specbranch(plain, draft=mamba())
+    assert type(plain) is type(target)
 
 
 def test_a_draft_that_is_no_model_is_refused(model):

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from ..config import SpecBranchConfig
 from ..runners.choose import runner_for
 from ..runners.placement import Beside
-from ..runners.slots import can_load, past_length
+from ..runners.slots import past_length
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
@@ -204,13 +204,3 @@ def read_padding(parts: Parts) -> None:
         step = parts.target.read_columns(first, last)
         scores = parts.judge.score_columns(step.logits, first) if parts.recorder.keeps_scores else None
         parts.recorder.add(step, scores, [range(max(0, length - 1 - first), last - first) for length in text.lengths])
-
-
-def check_cache(past: Any) -> None:
-    """Refuse caches whose contents cannot be taken over."""
-    if past is not None and past_length(past) > 0 and not can_load(past):
-        kinds = sorted({type(layer).__name__ for layer in past.layers})
-        raise ValueError(
-            f"past_key_values holds layers of type {', '.join(kinds)}, which cannot be read by slot: pass a "
-            f"DynamicCache or a StaticCache, or pass the whole text without past_key_values"
-        )

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 BUCKET = 256  # capacity grows in multiples of this many slots
@@ -167,10 +168,24 @@ def past_length(past: Cache) -> int:
     return int(past.get_seq_length())
 
 
-def can_load(past: Cache) -> bool:
-    """Whether `SlotCache.load` understands every layer of this cache."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
-    return all(type(layer) in plain for layer in past.layers)
+def why_not_loaded(past: Cache) -> str:
+    """Why `SlotCache` cannot stand in for this cache; empty if it can.
+
+    A cache that changes what it stores (a quantized one) gives other logits than a `SlotCache`, even while it is empty.
+    """
+    kinds = {type(layer) for layer in past.layers}
+    if isinstance(later := getattr(past, "layer_class_to_replicate", None), type):
+        kinds.add(later)
+    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer}
+    if past_length(past) == 0:
+        known.add(StaticSlidingWindowLayer)  # `store` writes it through its own update; `load` does not read it
+    if past_length(past) > 0 and getattr(past, "offloading", False):
+        return "past_key_values is offloaded, layer by layer, to the CPU"
+    if type(past).update is not Cache.update:
+        return f"past_key_values is a {type(past).__name__}, which stores keys and values in its own way"
+    if unknown := sorted(kind.__name__ for kind in kinds - known):
+        return f"past_key_values has layers of type {', '.join(unknown)}, which cannot be read by slot"
+    return ""
 
 
 def _stored(past: Cache) -> Iterator[tuple[Tensor, Tensor, int]]:

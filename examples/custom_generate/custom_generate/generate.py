@@ -1,6 +1,6 @@
 """SpecBranch as a `custom_generate` repository: every argument of `generate()` is passed on."""
 
-from hf_specbranch import specbranch
+from hf_specbranch.mixin import attached_for_call
 
 
 def generate(model, assistant_model=None, **kwargs):
@@ -8,4 +8,5 @@ def generate(model, assistant_model=None, **kwargs):
 
     Takes what plain `generate()` takes, and `specbranch=`, `length_head=`, `speculation_hooks=` and `generator=`.
     """
-    return specbranch(model).generate(assistant_model=assistant_model, **kwargs)
+    with attached_for_call(model):
+        return model.generate(assistant_model=assistant_model, **kwargs)
