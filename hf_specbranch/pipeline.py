@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, TextGenerationPipeline
+from torch import nn
+from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from .adapters import draft_model, transformers_model
 from .checks import check_model, check_pair
 from .mixin import SpecBranchMixin, specbranch
 
@@ -35,7 +37,7 @@ class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
         self,
         *args: Any,
         model: Any,
-        draft: PreTrainedModel | str | Path | None = None,
+        draft: nn.Module | str | Path | None = None,
         length_head: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -44,23 +46,28 @@ class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
                 f"pipeline({TASK!r}) without a draft: pass draft= (a model, a folder or a repository id), or a model "
                 f"from specbranch(model, draft=...)"
             )
-        if isinstance(draft, PreTrainedModel):
+        if isinstance(draft, nn.Module):
             _check(model, draft)
         super().__init__(*args, model=model, **kwargs)
         if isinstance(draft, (str, Path)):
             loaded = AutoModelForCausalLM.from_pretrained(draft, dtype=self.model.dtype)
             _check(model, loaded)
             draft = loaded.to(self.model.device).eval()
-        specbranch(self.model, draft=draft, head=length_head)
+        specbranch(self.model, draft=cast(Any, draft), head=length_head)
+
+    def check_model_type(self, supported_models: Any) -> None:
+        if transformers_model(self.model) is self.model:  # transformers knows PEFT models under its own tasks alone
+            super().check_model_type(supported_models)
 
 
 def _remembers_a_draft(model: Any) -> bool:
+    model = transformers_model(model)
     return isinstance(model, SpecBranchMixin) and model._specbranch_memory.draft is not None
 
 
-def _check(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    check_model(draft, "draft")
-    check_pair(target, draft, None, None)
+def _check(target: Any, draft: Any) -> None:
+    check_model(draft_model(draft), "draft")
+    check_pair(transformers_model(target), draft_model(draft), None, None)
 
 
 def register_task() -> None:
