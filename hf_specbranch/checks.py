@@ -11,6 +11,7 @@ from .adapters import why_adapters_need_plain
 from .config import SpecBranchConfig
 from .decoding.policies import POLICIES
 from .request import MergedSettings
+from .runners.rotary import LengthDependentRotary
 from .runners.slots import why_not_loaded
 from .walk import every_parameter
 
@@ -122,14 +123,9 @@ def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str
     limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     mask = model_kwargs.get("attention_mask")
     real = int(mask.sum(1).max()) if mask is not None else length
-    if limit is not None and real > limit:
+    if limit is not None and 0 < limit < real and not LengthDependentRotary(target):
         raise ValueError(
             f"the prompt has {real} tokens and {type(target).__name__} a context of {limit}: shorten the prompt"
-        )
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)}: SpecBranch takes one position a token, [batch, length]"
         )
 
 

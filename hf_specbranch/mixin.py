@@ -23,8 +23,9 @@ from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.planning import forget
 from .decoding.policies import POLICIES
+from .fallback import FallBack
 from .heads.resolve import resolve_head
-from .request import FallBack, MergedSettings, Request, call_config, seeded_from
+from .request import MergedSettings, Request, call_config, seeded_from
 from .runners.choose import release
 from .stats import SpecBranchStats
 
@@ -210,23 +211,30 @@ class SpecBranchMixin(GenerationMixin):
             )
         model = cast(PreTrainedModel, self)
         check_inputs(model, input_ids, model_kwargs)
-        output, self.specbranch_stats = speculate(
-            Call(
-                model=model,
-                draft=request.draft,
-                config=request.config,
-                hooks=request.hooks,
-                generator=request.generator,
-                input_ids=input_ids,
-                processors=logits_processor,
-                criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                model_kwargs=model_kwargs,
-                fills_cache=request.fills_cache,
-                observer=request.observer,
-            )
+        call = Call(
+            model=model,
+            draft=request.draft,
+            config=request.config,
+            hooks=request.hooks,
+            generator=request.generator,
+            input_ids=input_ids,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+            fills_cache=request.fills_cache,
+            observer=request.observer,
         )
+        try:
+            output, self.specbranch_stats = speculate(call)
+        except FallBack as found:  # transformers has prepared everything: go on from here
+            self._say_once(str(found))
+            with seeded_from(request.generator, model):
+                return self._sample(
+                    input_ids, logits_processor, stopping_criteria, generation_config,
+                    synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+                )  # fmt: skip
         return output
 
     def detach_specbranch(self) -> Any:

@@ -100,10 +100,6 @@ class Request:
     observer: Callable[[Parts], Parts] | None
 
 
-class FallBack(Exception):
-    """Transformers has found out something that leaves this call to its own decoding."""
-
-
 def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:
     """The speculation settings of a call: its own, else the generation config's, else the defaults.
 

@@ -105,7 +105,8 @@ class Assembly:
         desk = self._desk(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
-        text = Text(desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer)
+        prompt, row_ends = (call.input_ids, self.capacity), (self.stopper, pad_token, self.in_step)
+        text = Text(desk, *prompt, *row_ends, call.streamer, call.ended)
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
         kind = QuickJudge if self.quick else Judge
@@ -195,6 +196,9 @@ class Assembly:
                 return f"the hook {type(hook).__name__} runs on the host"
         if not self.recorder.keeps_nothing:
             return "scores, logits, hidden states or attentions are returned"
+        positions = self.further.position_ids
+        if positions is not None and positions.ndim == 3 and bool((positions != positions[:1]).any()):
+            return "positions have several axes"
         if self.further.names:
             return f"{', '.join(self.further.names)} must be given to every pass of the target"
         if self.in_step:
@@ -238,10 +242,15 @@ class Assembly:
         def prefill() -> Any:
             return call.model._prefill(call.input_ids, call.generation_config, kwargs)
 
-        first = call.first_position(self.attention)
+        next_position = self.further.position_ids
+        first = call.first_position(self.attention, next_position)
+        axes = None
+        if next_position is not None and next_position.ndim == 3:
+            axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
         return (QuickTarget if self.quick else Target)(
             desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention), self.further,
+            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention),
+            self.further, axes,
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:

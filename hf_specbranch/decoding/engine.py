@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..config import SpecBranchConfig
+from ..fallback import FallBack
 from ..runners.choose import runner_for
 from ..runners.placement import Beside
 from ..runners.slots import past_length
@@ -23,12 +24,13 @@ from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
 from .loop import Parts, read_prompt, rounds
-from .model_inputs import USUAL_INPUTS, inputs_after_prompt
+from .model_inputs import USUAL_INPUTS, inputs_after_prompt, rereads_at
 from .planning import Meter
 from .policies import POLICIES
 from .recorder import Recorder
-from .scoring import Processor
+from .scoring import Processor, is_opaque
 from .stopping import Stopper
+from .text import Text
 
 # How a model would say that it does more with a prompt than to read its tokens.
 OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
@@ -59,6 +61,8 @@ class Call:
     model_kwargs: dict[str, Any]
     fills_cache: bool  # the caller's own past_key_values is to be kept up to date
     observer: Callable[[Parts], Parts] | None = None  # may put itself between the loop and its parts, and look on
+    pause: int | None = None  # the length of text at which this call ends and another continues
+    ended: tuple[bool, ...] = ()  # rows that were complete before
 
     @property
     def rows(self) -> int:
@@ -66,7 +70,8 @@ class Call:
 
     @property
     def stopper(self) -> Stopper:
-        return Stopper(self.criteria, self.generation_config.max_length)
+        longest = self.generation_config.max_length
+        return Stopper(self.criteria, longest if self.pause is None else min(longest, self.pause))
 
     @property
     def slots(self) -> int:
@@ -88,12 +93,18 @@ class Call:
             length = self.input_ids.shape[1] if embedded is None else embedded.shape[1]
         return torch.ones((self.rows, length), dtype=torch.bool, device=self.input_ids.device)
 
-    def first_position(self, attention: Tensor) -> Tensor:
-        """[B] the position of slot 0, such that slot `s` after the prompt has position `s + first`."""
-        positions: Tensor | None = self.model_kwargs.get("position_ids")
-        if positions is None:
+    def first_position(self, attention: Tensor, next_position: Tensor | None) -> Tensor:
+        """[B] the position of slot 0, such that slot `s` after the prompt has position `s + first`.
+
+        Args:
+            attention: [B, filled], see `attention()`.
+            next_position: [B, 1] or [axes, B, 1] of the first new token; None: the model counts slots.
+        """
+        if next_position is None:
+            return torch.zeros(self.rows, dtype=torch.long, device=attention.device)
+        if next_position.ndim == 3:  # those of the text; the others are kept relative to them
             return -(~attention).sum(1)
-        return positions[:, -1].expand(self.rows) - (attention.shape[1] - 1)
+        return next_position[:, 0].expand(self.rows) - attention.shape[1]
 
     def is_tokens_alone(self, attention: Tensor) -> bool:
         """Whether all the target is to read are the tokens of the prompt, one behind the other, none of them padding.
@@ -118,6 +129,37 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text, and say what it took."""
     began = time.perf_counter()
     stats = SpecBranchStats(policy=call.config.policy)
+    output = _generate(replace(call, pause=pause_of(call)), stats, began)
+    stats.total_seconds = time.perf_counter() - began
+    return output, stats
+
+
+def pause_of(call: Call) -> int | None:
+    """The length of text at which plain `generate()` reads all of it again, if this call gets there."""
+    length, recorder = call.input_ids.shape[1], Recorder(call.generation_config, call.rows, 0)
+    border, cached = rereads_at(call.model), 0 if call.past is None else past_length(call.past)
+    longest = call.stopper.max_length
+    if border is None or (length >= border if cached == 0 else cached >= border) or longest <= border:
+        return None
+    if cached or call.stopper.called or any(map(is_opaque, call.processors)) or not recorder.keeps_nothing:
+        raise FallBack(
+            f"{type(call.model).__name__} reads its text again at {border} tokens, which this call may reach"
+        )
+    return border
+
+
+def _continued(call: Call, text: Text) -> Call:
+    """The same call with the text so far as its prompt."""
+    prompt, new = text.sequences(), max(text.lengths) - call.input_ids.shape[1]
+    ones = torch.ones((call.rows, new), dtype=torch.bool, device=prompt.device)
+    kwargs = {**call.model_kwargs, "attention_mask": torch.cat([call.attention(), ones], dim=1).long()}
+    if (positions := kwargs.get("position_ids")) is not None:
+        more = positions[..., -1:] + torch.arange(1, new + 1, device=positions.device)
+        kwargs["position_ids"] = torch.cat([positions, more], dim=-1)
+    return replace(call, input_ids=prompt, model_kwargs=kwargs, pause=None, ended=text.ended_before(call.pause))
+
+
+def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
     recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
     further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
     with ExitStack() as runners:
@@ -133,12 +175,14 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         with Beside(parts.target.device, draft_device, stats, inline=text.fixed) as beside:
             follow = follow_plan if len(assembly.plans) == 1 else follow_planner
             follow(assembly, parts, beside)
-        if call.streamer is not None:
-            call.streamer.end()
-        stats.new_tokens, stats.graphs_captured = text.gained, assembly.captures() - captured_before
-        stats.time_to_first_token = text.first_gain - began
-        stats.total_seconds = time.perf_counter() - began
-        return _make_output(call, parts, stats), stats
+        stats.new_tokens += text.gained
+        stats.graphs_captured += assembly.captures() - captured_before
+        stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
+        if call.pause is None or all(text.ended_before(call.pause)):
+            if call.streamer is not None:
+                call.streamer.end()
+            return _make_output(call, parts, stats)
+    return _generate(_continued(call, text), stats, began)
 
 
 def follow_plan(assembly: Assembly, parts: Parts, beside: Beside) -> None:
@@ -189,6 +233,7 @@ def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | S
     if fills:
         # As in plain generate, the last token is not in the cache yet.
         target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
+    target.leave_rotary()
     if not returns:
         return sequences
     return SpecBranchOutput(sequences=sequences, past_key_values=past, stats=stats, **outputs)

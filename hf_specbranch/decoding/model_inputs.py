@@ -31,6 +31,7 @@ class ModelInputs(NamedTuple):
 
     constant: dict[str, Any] = {}  # the same in every pass
     per_token: dict[str, Tensor] = {}  # [B, 1], the value at every new token
+    position_ids: Tensor | None = None  # [B, 1] or [axes, B, 1] of the first new token; None: the model counts slots
 
     @property
     def names(self) -> list[str]:
@@ -54,9 +55,11 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
     """
     given = {name for name, value in model_kwargs.items() if value is not None} - OURS
     if not given and all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in PREPARATION):
-        return ModelInputs()
+        positions: Tensor | None = model_kwargs.get("position_ids")
+        return ModelInputs(position_ids=None if positions is None else positions[..., -1:] + 1)
     try:
         one, two, later = (_prepared(model, input_ids, model_kwargs, *step) for step in ((1, 1), (2, 2), (2, 1)))
+        positions, *_ = (inputs.pop("position_ids", None) for inputs in (one, two, later))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"{type(model).__name__} prepares its inputs in a way that cannot be foreseen for drafted tokens: pass "
@@ -76,18 +79,37 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
             f"{type(model).__name__} is given another {name} at each token, and what it will be for drafted tokens is "
             f"not known: {remedy}"
         )
-    return ModelInputs(constant, per_token)
+    return ModelInputs(constant, per_token, positions)
+
+
+def rereads_at(model: PreTrainedModel) -> int | None:
+    """The length of text at which plain `generate()` reads all of it again, if there is one.
+
+    Phi-3 does so where its rotary embedding changes from short to long texts; found by asking for its inputs there.
+    """
+    limit = getattr(model.config, "original_max_position_embeddings", None)
+    own_way = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if not own_way or not isinstance(limit, int):
+        return None
+    cache, keys = DynamicCache(), torch.zeros((1, 1, limit, 1))
+    cache.update(keys, keys, 0)
+    ids = torch.zeros((1, limit + 1), dtype=torch.long, device=model.device)
+    inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True, next_sequence_length=1)
+    return limit + 1 if inputs.get("past_key_values") is None else None
 
 
 def _prepared(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], new: int, queries: int) -> dict[str, Any]:
-    """What is not ours of the arguments for the last `queries` tokens, once `new` tokens stand after the prompt."""
+    """What is not ours of the arguments for the last `queries` tokens, once `new` tokens stand after the prompt, and
+    their positions.
+    """
     kwargs = {**model_kwargs, "past_key_values": DynamicCache()}
     ids = input_ids
     for _ in range(new):
         kwargs = model._update_model_kwargs_for_generation({}, kwargs, is_encoder_decoder=False)
         ids = torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=queries, **kwargs)
-    return {name: value for name, value in inputs.items() if value is not None and name not in OURS}
+    foreign = (name for name in inputs if name == "position_ids" or name not in OURS)
+    return {name: inputs[name] for name in foreign if inputs[name] is not None}
 
 
 def _is_for_one_token(value: Any, for_two: Any, given: Any) -> bool:

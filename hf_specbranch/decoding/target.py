@@ -38,6 +38,7 @@ class Target:
         stats: where to count.
         tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
         further: what else the forward is given after the prompt.
+        axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
     """
 
     in_kernels = False  # see `Desk.run`
@@ -56,6 +57,7 @@ class Target:
         stats: SpecBranchStats,
         tokens_alone: bool = False,
         further: ModelInputs | None = None,
+        axes: Tensor | None = None,
     ) -> None:
         self.desk, self.runner, self.device = desk, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
@@ -64,6 +66,9 @@ class Target:
         self.base = filled - text.prompt_length
         self.first_position = desk.tensor("target.first_position", (rows, 1))
         self.first_position.copy_(first_position[:, None])
+        self.axes = axes if axes is not None and bool(axes.any()) else None  # text alone has the same on all axes
+        if runner.rotary:
+            runner.lag = self.first_position.max() - self.first_position
         # What is drafted, or fills up rows with a short chain, must not leave the context.
         last = self.base + text.stopper.max_length - 1
         if runner.learned_positions is not None:
@@ -112,6 +117,13 @@ class Target:
                 f"{type(self.runner.model).__name__} has learned: ask for fewer new tokens"
             )
 
+    def leave_rotary(self) -> None:
+        """Leave frequencies that depend on length as plain `generate()` would; it does not feed the last token."""
+        if self.runner.rotary:
+            fed = self.base + max(self.text.lengths) - 1 + int(self.first_position.max())
+            like = self.runner.model.get_input_embeddings().weight
+            self.runner.rotary.advance(fed, torch.empty(1, dtype=like.dtype, device=like.device))
+
     def read_what_was_skipped(self) -> None:
         """Put the keys and values of a runner-up that has become text where others look for them.
 
@@ -130,13 +142,14 @@ class Target:
         visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
         tokens = self.text.ids[:, first:last].to(self.device)
         further = self.further.of(last - first)
-        return self.runner.forward_as_it_is(
-            tokens, self._positions(slots), slots, visible, **self.outputs, **further
-        )  # of any length, so not worth a capture
+        positions = self._on_all_axes(self._positions(slots))
+        # Of any length, so not worth a capture.
+        return self.runner.forward_as_it_is(tokens, positions, slots, visible, **self.outputs, **further)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""
-        if not self.further.names:
+        positions = self._on_all_axes(positions)
+        if not self.further.names and self.axes is None:
             return self.runner.forward(tokens, positions, slots, visible, **outputs)
         outputs |= self.further.of(tokens.shape[1])
         return self.runner.forward_as_it_is(tokens, positions, slots, visible, **outputs)
@@ -164,6 +177,10 @@ class Target:
         """Without the token that was read again."""
         states = cast("tuple[Tensor, ...] | None", step.hidden_states)
         return Step(step.logits[:, 1:], None if states is None else tuple(state[:, 1:] for state in states))
+
+    def _on_all_axes(self, positions: Tensor) -> Tensor:
+        """[B, Q], or [axes, B, Q]."""
+        return positions if self.axes is None else positions + self.axes
 
     def _positions(self, slots: Tensor) -> Tensor:
         return (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Text:
         pad_token: fills rows that ended before the others.
         in_step: every row gains the same number of tokens in a round.
         streamer: a transformers streamer, or None.
+        ended: rows that are complete already.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Text:
         pad_token: int,
         in_step: bool,
         streamer: Any = None,
+        ended: Sequence[bool] = (),
     ) -> None:
         rows, self.prompt_length = prompt.shape
         self.fixed, self.serial = desk.fixed, desk.serial
@@ -56,7 +58,7 @@ class Text:
         self.outbox = Outbox(self.told)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
-        self.done = [False] * rows  # the row gains nothing more
+        self.done = list(ended) or [False] * rows  # the row gains nothing more
         self.stopper, self.pad_token, self.in_step, self.streamer = stopper, pad_token, in_step, streamer
         self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
         self.appended = [0] * rows  # of these, how many await `commit`; only for rows in step
@@ -79,6 +81,13 @@ class Text:
     def may_be_over(self, unheard: int) -> bool:
         """Whether so many more tokens would make some row as long as it may get."""
         return max(self.lengths) + unheard >= self.stopper.max_length
+
+    def ended_before(self, pause: int | None) -> tuple[bool, ...]:
+        """Which rows are complete, and do not merely wait at this length."""
+        rows = zip(self.done, self.lengths, self.new)
+        return tuple(
+            done and (length != pause or not self.stopper.eos.isdisjoint(new[-1:])) for done, length, new in rows
+        )
 
     # ---- views
 

@@ -18,6 +18,7 @@ from ..walk import every_module, every_parameter
 from . import graph
 from .eager import EagerRunner
 from .probe import mask_maker_for
+from .rotary import LengthDependentRotary
 
 logger = logging.getLogger(__name__)
 _SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a model runs eagerly, where that was said
@@ -82,6 +83,8 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is quantised"
     if has_adapters(model):
         return "it has adapters, which may be switched between calls"
+    if LengthDependentRotary(model):
+        return "its rotary embedding depends on the length of the text"
     if any(_is_watched(module) for module in every_module(model)):
         return "it has forward hooks, which a replay would not call"
     return ""

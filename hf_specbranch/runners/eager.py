@@ -15,6 +15,7 @@ from .base import Step
 from .desk import Desk
 from .masks import MaskMaker
 from .positions import learned_positions
+from .rotary import LengthDependentRotary
 from .slots import SlotCache
 
 SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
@@ -43,6 +44,8 @@ class EagerRunner:
         config = model.config.get_text_config(decoder=True)
         self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
         self.learned_positions = learned_positions(model)
+        self.rotary = LengthDependentRotary(model)
+        self.lag: Tensor | int = 0  # [B, 1] positions between each row and the longest one
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
         self.quiet = quiet_arguments(model)
@@ -85,24 +88,29 @@ class EagerRunner:
         return round_up(slots)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
-        """See `Runner`; `extra` goes to the model as it is (`output_hidden_states` and the like)."""
+        """See `Runner`; `extra` goes to the model as it is (`output_hidden_states` and the like).
+
+        Positions may be [axes, B, Q], with those of the text first: models of images have several.
+        """
         return self.forward_as_it_is(tokens, positions, slots, visible, **extra)
 
     def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         """The same, launched kernel by kernel; for stages that are captured as a whole."""
-        shown = visible.shape[2]
+        shown, in_text = visible.shape[2], positions if positions.ndim == 2 else positions[0]
         if self.masks.window is not None and not rehearsing():
-            self.slot_positions.scatter_(1, slots, positions)
+            self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=self.masks(visible, positions, self.slot_positions[:, :shown]),
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            **self.quiet,
-            **extra,
-        )
+        lengths = in_text + self.lag + 1
+        with self.rotary.for_lengths(lengths):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.masks(visible, in_text, self.slot_positions[:, :shown]),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **self.quiet,
+                **extra,
+            )
         return Step(output.logits, output.get("hidden_states"), output.get("attentions"))
 
     def move(self, source: Tensor, destination: Tensor) -> None:

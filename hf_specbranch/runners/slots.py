@@ -116,6 +116,10 @@ class SlotCache(Cache):
         self.address = Address()
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.address))
 
+    def __bool__(self) -> bool:
+        """Whether anything was appended: models that ask take an empty cache for none, even if it has layers."""
+        return any(layer.appended for layer in self.layers)
+
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, keeping what is stored."""
         if slots > self.address.capacity:
