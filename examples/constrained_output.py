@@ -46,10 +46,10 @@ def main(count: int = 12) -> None:
     inputs = tokenizer("primes = [", return_tensors="pt")
     asked = {"max_new_tokens": 4 * count, "do_sample": False}
     out = model.generate(**inputs, **asked, assistant_model=draft, logits_processor=[NumberList(tokenizer, count)])
+    stats = model.specbranch_stats
     print(tokenizer.decode(out[0], skip_special_tokens=True))
     plain = target.generate(**inputs, **asked, logits_processor=[NumberList(tokenizer, count)], specbranch=False)
     print("the same as plain generate():", torch.equal(out, plain))
-    stats = model.specbranch_stats
     print(f"{stats.new_tokens} tokens in {stats.target_forwards} passes of the target")
 
 
