@@ -105,8 +105,9 @@ class Assembly:
         desk = self._desk(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
-        prompt, row_ends = (call.input_ids, self.capacity), (self.stopper, pad_token, self.in_step)
-        text = Text(desk, *prompt, *row_ends, call.streamer, call.ended)
+        text = Text(
+            desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended
+        )
         generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
         kind = QuickJudge if self.quick else Judge

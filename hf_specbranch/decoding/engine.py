@@ -24,7 +24,7 @@ from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
 from .loop import Parts, read_prompt, rounds
-from .model_inputs import USUAL_INPUTS, inputs_after_prompt, rereads_at
+from .model_inputs import USUAL_INPUTS, inputs_after_prompt, reread_of
 from .planning import Meter
 from .policies import POLICIES
 from .recorder import Recorder
@@ -136,16 +136,15 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
 
 def pause_of(call: Call) -> int | None:
     """The length of text at which plain `generate()` reads all of it again, if this call gets there."""
-    length, recorder = call.input_ids.shape[1], Recorder(call.generation_config, call.rows, 0)
-    border, cached = rereads_at(call.model), 0 if call.past is None else past_length(call.past)
-    longest = call.stopper.max_length
-    if border is None or (length >= border if cached == 0 else cached >= border) or longest <= border:
+    reread, cached = reread_of(call.model), 0 if call.past is None else past_length(call.past)
+    if reread is None or call.stopper.max_length <= reread.at or (cached or call.input_ids.shape[1]) >= reread.at:
         return None
-    if cached or call.stopper.called or any(map(is_opaque, call.processors)) or not recorder.keeps_nothing:
+    records = not Recorder(call.generation_config, call.rows, 0).keeps_nothing
+    if cached or records or not reread.whole or call.stopper.called or any(map(is_opaque, call.processors)):
         raise FallBack(
-            f"{type(call.model).__name__} reads its text again at {border} tokens, which this call may reach"
+            f"{type(call.model).__name__} gives up its cache at {reread.at} tokens, within reach of this call"
         )
-    return border
+    return reread.at
 
 
 def _continued(call: Call, text: Text) -> Call:

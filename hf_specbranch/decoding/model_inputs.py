@@ -82,10 +82,17 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
     return ModelInputs(constant, per_token, positions)
 
 
-def rereads_at(model: PreTrainedModel) -> int | None:
-    """The length of text at which plain `generate()` reads all of it again, if there is one.
+class Reread(NamedTuple):
+    """Where plain `generate()` gives up its cache."""
 
-    Phi-3 does so where its rotary embedding changes from short to long texts; found by asking for its inputs there.
+    at: int  # the length of the text
+    whole: bool  # it reads the whole text again; otherwise it goes on without it (Phi-3 in transformers before 5.18)
+
+
+def reread_of(model: PreTrainedModel) -> Reread | None:
+    """Whether plain `generate()` gives up its cache at some length, found by asking for the inputs of that step.
+
+    Phi-3 does so where its rotary embedding changes from short to long texts.
     """
     limit = getattr(model.config, "original_max_position_embeddings", None)
     own_way = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -95,7 +102,9 @@ def rereads_at(model: PreTrainedModel) -> int | None:
     cache.update(keys, keys, 0)
     ids = torch.zeros((1, limit + 1), dtype=torch.long, device=model.device)
     inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, use_cache=True, next_sequence_length=1)
-    return limit + 1 if inputs.get("past_key_values") is None else None
+    if inputs.get("past_key_values") is not None:
+        return None
+    return Reread(limit + 1, whole=inputs["input_ids"].shape[1] == limit + 1)
 
 
 def _prepared(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], new: int, queries: int) -> dict[str, Any]:

@@ -84,10 +84,8 @@ class Text:
 
     def ended_before(self, pause: int | None) -> tuple[bool, ...]:
         """Which rows are complete, and do not merely wait at this length."""
-        rows = zip(self.done, self.lengths, self.new)
-        return tuple(
-            done and (length != pause or not self.stopper.eos.isdisjoint(new[-1:])) for done, length, new in rows
-        )
+        at_end = (not self.stopper.eos.isdisjoint(tokens[-1:]) for tokens in self.new)
+        return tuple(done and (n != pause or end) for done, n, end in zip(self.done, self.lengths, at_end))
 
     # ---- views
 

@@ -1,8 +1,8 @@
 """Rotary embeddings that depend on the length of the text (`rope_type` "longrope" and "dynamic").
 
-Their frequencies are chosen once per pass, by the largest position in it. Plain `generate()` decodes one token per pass,
-so each new token has the frequencies of its own length. A pass over several drafted tokens must give each of them the
-same, whatever else is in the pass.
+Their frequencies are chosen once per pass, by the largest position in it. Plain `generate()` decodes one token per
+pass, so each new token has the frequencies of its own length. A pass over several drafted tokens must give each of them
+the same, whatever else is in the pass.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def _per_token(module: nn.Module, lengths: Tensor) -> Iterator[None]:
     own = module.forward
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        chosen: tuple[Tensor, ...] | None = None
-        for length in lengths.unique().tolist():  # waits for the device: such models are not captured
+        chosen: list[Tensor] = []
+        for length in torch.unique(lengths).tolist():  # waits for the device: such models are not captured
             # The largest position decides, so that of every other token becomes this length's last one.
             positions = torch.where(lengths == length, position_ids, length - 1)
             positions = torch.cat([positions, torch.full_like(positions[..., :1], length - 1)], dim=-1)
             with _unchanged(module):
                 found = [each[..., :-1, :] for each in own(x, positions, *args, **kwargs)]
             here = (lengths == length)[..., None]
-            chosen = tuple(found) if chosen is None else tuple(map(lambda *c: torch.where(here, *c), found, chosen))  # noqa: B023
-        return chosen
+            chosen = [torch.where(here, *pair) for pair in zip(found, chosen or found)]
+        return tuple(chosen)
 
     module.forward = forward
     try:
