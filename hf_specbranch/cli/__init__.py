@@ -10,6 +10,7 @@ from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
 from .doctor import doctor
+from .families import families
 from .generate import generate
 from .head import app as head_app
 from .trace import trace
@@ -25,6 +26,7 @@ app.command()(chat)
 app.command()(doctor)
 app.command()(tune)
 app.command()(trace)
+app.command()(families)
 app.add_typer(head_app, name="head")
 app.command(epilog=BENCH_EPILOG)(bench)
 

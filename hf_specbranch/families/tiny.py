@@ -1,0 +1,178 @@
+"""Tiny random models of any architecture: the fields of a configuration that say a size are known by their names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY, PAD, BOS, EOS = 64, 0, 1, 2
+TEXT_TOKENS = range(3, 48)  # prompts consist of these; the ids above are left to image tokens and their like
+HIDDEN, HEADS, HEAD_DIM, WINDOW, POSITIONS = 32, 4, 8, 8, 256
+MOST_LAYERS = 4  # enough for one layer of each kind in nearly all architectures
+
+# value -> the fields that take it, if a configuration has them
+_SIZES: tuple[tuple[Any, str], ...] = (
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size mel_vocab_size"),
+    (VOCABULARY, "encoder_hash_byte_group_vocab"),
+    (HIDDEN, "hidden_size n_embd d_model embed_dim embedding_size emb_dim word_embed_proj_dim attention_hidden_size"),
+    (HIDDEN, "input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim text_hidden_size"),
+    (HIDDEN, "hidden_size_global lru_width conv_dim out_hidden_size projection_dim text_embed_dim rel_extent"),
+    (HIDDEN, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size ext_pw_out_channel"),
+    (HIDDEN, "moe_shared_expert_intermediate_size shared_intermediate_size nemo_conv_channels router_hidden_size"),
+    (HIDDEN, "depthwise_separable_out_channel output_proj_dims proj_dim projector_hidden_size resampler_hidden_size"),
+    (2 * HIDDEN, "intermediate_size ffn_dim n_inner dim_ff dff ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"),
+    (2 * HIDDEN, "feed_forward_size d_inner dense_intermediate_size mlp_dim mamba_d_ssm"),
+    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads"),
+    (HEADS, "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads mamba_n_heads"),
+    (HEADS, "mamba_num_heads n_mamba_heads attention_heads conf_num_attention_heads"),
+    (HEADS // 2, "num_key_value_heads num_kv_heads num_global_key_value_heads swa_num_key_value_heads index_n_heads"),
+    (HEADS // 2, "linear_num_key_heads linear_num_value_heads"),
+    (HEAD_DIM, "head_dim dim_head d_kv attention_head_dim swa_head_dim kv_channels"),
+    (HEAD_DIM, "qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim rotary_dim attention_head_size"),
+    (HEAD_DIM, "linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input state_size mamba_d_state"),
+    (HEAD_DIM, "ssm_state_size d_rel laurel_rank local_attn_chunk_length lsh_attn_chunk_length"),
+    (2 * HEAD_DIM, "global_head_dim q_lora_rank kv_lora_rank o_lora_rank mamba_d_head mamba_head_dim mamba_headdim"),
+    (WINDOW, "sliding_window sliding_window_size attention_window_size attention_chunk_size window_size"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts index_topk"),
+    (2, "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts top_k"),
+    (2, "n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers depth"),
+    (2, "num_hidden_layers num_blocks conf_num_hidden_layers"),
+    (1, "n_group topk_group num_expert_groups first_k_dense_replace num_dense_layers moe_layer_start_index"),
+    (1, "n_shared_experts num_shared_experts moe_num_shared_experts max_window_layers"),
+    (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    (0, "num_mtp_layers num_nextn_predict_layers num_kv_shared_layers"),
+    (0.0, "dropout attention_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop"),
+    (16, "image_size position_embedding_size"),
+    (4, "patch_size mm_tokens_per_image"),
+    (2, "temporal_patch_size spatial_merge_size scale_factor pooling_kernel_size pixel_shuffle_factor"),
+    (True, "use_cache is_decoder use_sliding_window"),
+    (False, "tie_word_embeddings"),  # a tied output layer repeats its input: texts of one token would prove little
+    (PAD, "pad_token_id"),
+    (BOS, "bos_token_id"),
+    (EOS, "eos_token_id"),
+)
+SIZES = {name: value for value, names in _SIZES for name in names.split()}
+# Set although the default is None: the default is to have no window, or as many heads as queries have.
+_EVEN_IF_NONE = "sliding_window num_key_value_heads head_dim n_routed_experts num_experts_per_tok n_shared_experts"
+EVEN_IF_NONE = {*_EVEN_IF_NONE.split(), "pad_token_id", "bos_token_id", "eos_token_id"}
+
+_MIXED = ["sliding_attention", "full_attention"]
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * _MIXED, "num_kv_shared_layers": 2}
+# What the names do not tell, by model type.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {"num_hidden_layers": 2},
+    "cohere_compass_text": {"layer_types": _MIXED, "rope_parameters": dict.fromkeys(_MIXED, _MROPE)},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4}},
+    "gemma3n_text": {**_SHARED_LAYERS, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": 64},
+    "gemma4_text": _SHARED_LAYERS,
+    "laguna": {"layer_types": _MIXED},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"head_dim": 16},
+    "mellum": {"layer_types": _MIXED},
+    "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 16), "attn_layers": ("local", "lsh")},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_config(config_class: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    """A small configuration of the given class."""
+    return config_class(**{**tiny_settings(config_class), **changes})
+
+
+def tiny_settings(config_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """The arguments that make a configuration small."""
+    default = config_class()
+    known = default.to_dict()
+    settings = {
+        name: value
+        for name, value in SIZES.items()
+        if name in known and (known[name] is not None or name in EVEN_IF_NONE)
+    }
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:
+        settings["num_key_value_heads"] = HEADS  # latent attention has a key for each head
+    settings.update(_layers(default, known, settings))
+    several_axes = "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ())
+    settings.update(
+        {name: _rope(value, several_axes) for name, value in known.items() if name.startswith("rope_") and value}
+    )
+    special = [name for name, value in known.items() if _is_special_token(name, value)]
+    settings.update({name: VOCABULARY - 1 - index for index, name in enumerate(sorted(special))})
+    for name, part_class in _parts(config_class, default, known).items():
+        settings[name] = {**tiny_settings(part_class), "model_type": part_class.model_type}
+    return {**settings, **OVERRIDES.get(config_class.model_type, {})}
+
+
+def _parts(config_class: Any, default: PretrainedConfig, known: dict[str, Any]) -> dict[str, type[PretrainedConfig]]:
+    """The classes of nested configurations; a vision tower is added even where it is optional."""
+    parts = {name: getattr(default, name, None) for name, value in known.items() if isinstance(value, dict)}
+    classes = {name: type(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
+    optional = getattr(config_class, "sub_configs", {}).get("vision_config")
+    if known.get("vision_config", "none such") is None and getattr(optional, "model_type", ""):
+        classes["vision_config"] = optional
+    return classes
+
+
+def _layers(default: PretrainedConfig, known: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The number of layers and all that is listed layer by layer, so that every kind of layer occurs."""
+    name = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    number = known.get(name)
+    lists = {
+        key: value for key, value in known.items() if isinstance(value, (list, tuple)) and len(value) == number != 0
+    }
+    if "use_sliding_window" in known:
+        lists.pop("layer_types", None)  # follows from the window
+    if not lists:
+        return {}
+    kinds = list(zip(*lists.values()))
+    chosen = [index for index, kind in enumerate(kinds) if kinds.index(kind) == index][:MOST_LAYERS]
+    chosen = chosen if len(chosen) > 1 else 2 * chosen
+    return {
+        name: len(chosen),
+        **{key: SIZES.get(key) or [value[index] for index in chosen] for key, value in lists.items()},
+    }
+
+
+def _rope(value: Any, several_axes: bool) -> Any:
+    """Rotary settings; the sections of several axes (time, height, width) add up to the pairs that are rotated."""
+    if not isinstance(value, dict):
+        return value
+    changed = {name: _rope(each, several_axes) for name, each in value.items()}
+    if several_axes and "rope_type" in changed:
+        pairs = int(HEAD_DIM * changed.get("partial_rotary_factor", 1.0)) // 2
+        changed["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return changed
+
+
+def _is_special_token(name: str, value: Any) -> bool:
+    return name.endswith(("_token_id", "_token_index")) and name not in SIZES and isinstance(value, int)
+
+
+def tiny_model(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A float32 model with random weights, large enough that its greedy texts vary; it never ends a text."""
+    torch.manual_seed(seed)
+    model = model_class(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.25)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    generation = model.generation_config
+    generation.pad_token_id, generation.bos_token_id, generation.eos_token_id = PAD, BOS, None
+    return model
+
+
+def noisy_copy(model: PreTrainedModel, noise: float = 0.04, seed: int = 1) -> PreTrainedModel:
+    """A draft that agrees with the model often, but not always."""
+    twin = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
+    return twin
