@@ -36,7 +36,7 @@ SHORT = {  # each command on the small pair, as quick as it gets
     "head collect": ["--prompts", "{pair}/prompts.jsonl", "--out", "{out}/lines", "--layers", "1"],
     "head eval": ["--head", "{pair}/head", "--prompts", "{pair}/prompts.jsonl", "--max-new-tokens", "8"],
 }  # fmt: skip
-WITHOUT_A_PAIR = {"head train", "head push", "head search"}
+WITHOUT_A_PAIR = {"families", "head train", "head push", "head search"}
 
 
 def all_commands():

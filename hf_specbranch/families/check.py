@@ -21,7 +21,7 @@ from .tiny import PAD, TEXT_TOKENS, noisy_copy
 EQUAL, REFUSED, WRONG, ERROR, NEAR_TIE = "equal", "refused", "wrong", "error", "near tie"
 NOT_BUILT, PLAIN_FAILS = "not built", "plain fails"
 
-PROMPT, NEW_TOKENS = 11, 26  # together several times the windows of the tiny configurations
+PROMPT, NEW_TOKENS = 11, 20  # together several times the windows of the tiny configurations
 NEAR = 1e-4  # logits this close may change places by rounding
 OURS = Path(__file__).resolve().parents[1]
 

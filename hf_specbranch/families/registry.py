@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
@@ -34,11 +36,17 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture that can be built."""
+    """An architecture of transformers; its code is imported when it is built."""
 
     name: str
-    model_class: type[PreTrainedModel]
+    model_class: str
+    load: Callable[[], type[PreTrainedModel]]
     changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """The name without its variant."""
+        return self.name.split(",")[0].split(" ")[0]
 
     def build(self, seed: int = 0) -> PreTrainedModel:
         """A tiny model with random weights.
@@ -46,25 +54,32 @@ class Family:
         Raises:
             Exception: whatever its code raises, e.g. ImportError for a package that is not installed.
         """
-        return tiny_model(self.model_class, tiny_config(self.model_class.config_class, **self.changes), seed)
+        model_class = self.load()
+        return tiny_model(model_class, tiny_config(model_class.config_class, **self.changes), seed)
 
 
 def language_models() -> list[Family]:
     """Every architecture behind `AutoModelForCausalLM`, and variants of some."""
     families = _mapped(MODEL_FOR_CAUSAL_LM_MAPPING)
-    classes = {family.name: family.model_class for family in families}
-    return families + [Family(name, classes[family], changes) for name, family, changes in VARIANTS]
+    known = {family.name: family for family in families}
+    return families + [replace(known[family], name=name, changes=changes) for name, family, changes in VARIANTS]
 
 
 def vision_models() -> list[Family]:
     """Every further architecture behind `AutoModelForImageTextToText`."""
-    known = {family.model_class for family in language_models()}
-    return [family for family in _mapped(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING) if family.model_class not in known]
+    known = {family.model_class: family.name for family in language_models()}
+    families = [family for family in _mapped(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING) if family.model_class not in known]
+    taken = set(known.values())
+    return [replace(each, name=f"{each.name} (images)") if each.name in taken else each for each in families]
 
 
 def _mapped(mapping: Any) -> list[Family]:
-    """One family per model class; model types that share a class are named once."""
-    names: dict[type[PreTrainedModel], str] = {}
+    """One family per model class; of several model types with the same class, the text model or the shortest name."""
+    names: dict[str, list[str]] = {}
     for model_type, class_name in mapping._model_mapping.items():
-        names.setdefault(mapping._load_attr_from_module(model_type, class_name), model_type)
-    return [Family(name, model_class) for model_class, name in names.items()]
+        names.setdefault(class_name, []).append(model_type)
+    families = []
+    for class_name, model_types in names.items():
+        name = min(model_types, key=lambda each: (not each.endswith("_text"), len(each)))
+        families.append(Family(name, class_name, partial(mapping._load_attr_from_module, name, class_name)))
+    return families

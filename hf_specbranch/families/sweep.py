@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import transformers
@@ -38,8 +41,10 @@ class Result:
     @property
     def note(self) -> str:
         """Why it is not equal throughout."""
-        notes = dict.fromkeys(case.note for case in self.cases if case.note)
-        return "; ".join(notes)
+        notes: dict[str, str] = {}  # one of those that differ in a number alone
+        for case in self.cases:
+            notes.setdefault(re.sub(r"\d+", "", case.note), case.note)
+        return "; ".join(filter(None, notes.values()))
 
 
 def _worst(cases: Iterable[Case], inputs: str) -> str:
@@ -50,27 +55,30 @@ def try_family(family: Family) -> Result:
     """Build an architecture and compare every policy with plain `generate()`."""
     result = Result(family, ())
     for seed in range(SEEDS):
-        try:
-            model = family.build(seed)
-        except Exception as error:
-            return Result(family, (Case("", "", NOT_BUILT, one_line(error)),))
-        result = Result(family, tuple(check(model)))
+        with redirect_stdout(io.StringIO()):  # some models print warnings
+            try:
+                model = family.build(seed)
+            except Exception as error:
+                return Result(family, (Case("", "", NOT_BUILT, one_line(error)),))
+            result = Result(family, tuple(check(model)))
         if result.state != NEAR_TIE:
             break
     return result
 
 
 def sweep(only: Sequence[str] = ()) -> Iterator[Result]:
-    """Try all architectures, or those that are named.
+    """Try all architectures, or those of the named model types with their variants.
 
     Raises:
         ValueError: for a name that is not known.
     """
-    families = {family.name: family for family in (*language_models(), *vision_models())}
-    if unknown := [name for name in only if name not in families]:
+    families = [*language_models(), *vision_models()]
+    known = {family.model_type for family in families}
+    if unknown := [name for name in only if name not in known]:
         raise ValueError(f"no architecture is called {', '.join(unknown)}: names are those of AutoConfig, e.g. llama")
-    for name in only or families:
-        yield try_family(families[name])
+    for family in families:
+        if not only or family.model_type in only:
+            yield try_family(family)
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -80,15 +88,21 @@ def markdown(results: Sequence[Result]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"Written by `hf-specbranch families --markdown docs/families.md` with transformers {transformers.__version__}: "
-        f"{total}.",
+        f"Written by `hf-specbranch families --markdown docs/families.md` with transformers "
+        f"{transformers.__version__}: {total}.",
         "",
         *_INTRODUCTION.strip().split("\n"),
     ]
     for title, states in _SECTIONS.items():
         chosen = [result for result in results if result.state in states]
         if chosen:
-            lines += ["", f"## {title}", "", "| architecture | class | text | images | remarks |", "|---|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {title}",
+                "",
+                "| architecture | class | text | images | remarks |",
+                "|---|---|---|---|---|",
+            ]
             lines += [_row(result) for result in chosen]
     return "\n".join(lines) + "\n"
 
@@ -115,5 +129,5 @@ _SECTIONS = {
 
 def _row(result: Result) -> str:
     family = result.family
-    cells = (family.name, f"`{family.model_class.__name__}`", result.states(False), result.states(True), result.note)
+    cells = (family.name, f"`{family.model_class}`", result.states(False), result.states(True), result.note)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -66,7 +66,10 @@ _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * _MIXED, "num_kv_sha
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {"layer_types": _MIXED, "rope_parameters": dict.fromkeys(_MIXED, _MROPE)},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
     "gemma3n_text": {**_SHARED_LAYERS, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": 64},
     "gemma4_text": _SHARED_LAYERS,
     "laguna": {"layer_types": _MIXED},
@@ -74,6 +77,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
     "mellum": {"layer_types": _MIXED},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 16), "attn_layers": ("local", "lsh")},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -108,12 +118,14 @@ def tiny_settings(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     return {**settings, **OVERRIDES.get(config_class.model_type, {})}
 
 
-def _parts(config_class: Any, default: PretrainedConfig, known: dict[str, Any]) -> dict[str, type[PretrainedConfig]]:
+def _parts(
+    config_class: type[PretrainedConfig], default: PretrainedConfig, known: dict[str, Any]
+) -> dict[str, type[PretrainedConfig]]:
     """The classes of nested configurations; a vision tower is added even where it is optional."""
     parts = {name: getattr(default, name, None) for name, value in known.items() if isinstance(value, dict)}
     classes = {name: type(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
-    optional = getattr(config_class, "sub_configs", {}).get("vision_config")
-    if known.get("vision_config", "none such") is None and getattr(optional, "model_type", ""):
+    optional: Any = getattr(config_class, "sub_configs", {}).get("vision_config")
+    if known.get("vision_config", "none such") is None and isinstance(optional, type) and optional.model_type:
         classes["vision_config"] = optional
     return classes
 
