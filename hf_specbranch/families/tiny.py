@@ -62,6 +62,7 @@ EVEN_IF_NONE = {*_EVEN_IF_NONE.split(), "pad_token_id", "bos_token_id", "eos_tok
 _MIXED = ["sliding_attention", "full_attention"]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * _MIXED, "num_kv_shared_layers": 2}
+_IMAGE_CODES = {"base_channels": HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1]}
 # What the names do not tell, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"num_hidden_layers": 2},
@@ -70,6 +71,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
     },
+    "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "chameleon_vqgan": _IMAGE_CODES,
+    "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "emu3_vqgan": _IMAGE_CODES,
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
     "gemma3n_text": {**_SHARED_LAYERS, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": 64},
     "gemma4_text": _SHARED_LAYERS,
     "laguna": {"layer_types": _MIXED},
@@ -77,6 +83,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
     "mellum": {"layer_types": _MIXED},
+    "mistral4": {"head_dim": 2 * HEAD_DIM},
+    "paddleocr_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCABULARY - 9},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCABULARY - 9},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -125,7 +135,7 @@ def _parts(
     parts = {name: getattr(default, name, None) for name, value in known.items() if isinstance(value, dict)}
     classes = {name: type(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
     optional: Any = getattr(config_class, "sub_configs", {}).get("vision_config")
-    if known.get("vision_config", "none such") is None and isinstance(optional, type) and optional.model_type:
+    if known.get("vision_config", "none such") is None and getattr(optional, "model_type", None):
         classes["vision_config"] = optional
     return classes
 
