@@ -79,7 +79,9 @@ def check(plain: PreTrainedModel) -> Iterator[Case]:
         pass
     for name, arguments in inputs.items():
         if arguments is not None:
-            yield from _compare(plain, model, draft, name, arguments)
+            cases = list(_compare(plain, model, draft, name, arguments))
+            if "image" not in name or cases[0].state != PLAIN_FAILS:  # else the form was not right after all
+                yield from cases
 
 
 def _compare(plain: Any, model: Any, draft: PreTrainedModel, name: str, inputs: dict[str, Any]) -> Iterator[Case]:

@@ -27,10 +27,12 @@ def image_prompts(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str,
     config = model.config
     vision = getattr(config, "vision_config", None)
     patch = getattr(vision, "patch_size", None)
-    image_token = getattr(config, "image_token_id", None)
-    if vision is None or not isinstance(patch, int) or image_token is None:
-        return None
+    patch = patch[0] if isinstance(patch, (list, tuple)) else patch
     takes = inspect.signature(model.forward).parameters
+    # Without such a token the image is put in front of the text, or read by cross-attention.
+    image_token = getattr(config, "image_token_id", None) if "aspect_ratio_ids" not in takes else None
+    if vision is None or not isinstance(patch, int) or "pixel_values" not in takes:
+        return None
     pixels: dict[str, Any]
     if "image_grid_thw" in takes:  # patches of all images in one list, two frames deep; a merger joins neighbours
         depth = getattr(vision, "temporal_patch_size", None) or 1
@@ -40,26 +42,42 @@ def image_prompts(model: PreTrainedModel, rows: int, seed: int = 0) -> dict[str,
         places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE)).flip(-1)
         flat = torch.rand(rows, SIDE**2, 3 * patch**2, generator=draws)
         pixels = {"pixel_values": flat, "image_position_ids": places.expand(rows, -1, -1)}
+    elif "aspect_ratio_ids" in takes:  # tiles, which cross-attention layers read
+        tiles = int(vision.max_num_tiles)
+        pixels = {
+            "pixel_values": torch.rand(rows, 1, tiles, 3, SIDE * patch, SIDE * patch, generator=draws),
+            "aspect_ratio_ids": torch.ones(rows, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(rows, 1, tiles, dtype=torch.long),
+        }
     else:
         picture = torch.rand(rows, 3, SIDE * patch, SIDE * patch, generator=draws)
         several = "pixel_attention_mask" in takes  # several images a row
         pixels = {"pixel_values": picture[:, None] if several else picture}
-        sizes = inspect.signature(model.get_image_features).parameters.get("image_sizes")
-        if sizes is not None and sizes.default is inspect.Parameter.empty:
+        if _needs_sizes(model):
             pixels["image_sizes"] = torch.tensor([[SIDE * patch, SIDE * patch]] * rows)
-    tokens = sum(len(part.reshape(-1, part.shape[-1])) for part in _features(model, pixels)) // rows
+    tokens = 0
+    if image_token is not None:
+        tokens = sum(len(part.reshape(-1, part.shape[-1])) for part in _features(model, pixels)) // rows
     ids = torch.randint(TEXT_TOKENS.start, TEXT_TOKENS.stop, (rows, BEFORE + tokens + AFTER), generator=draws)
-    ids[:, BEFORE : BEFORE + tokens] = image_token
+    kinds = torch.zeros_like(ids)
+    kinds[:, BEFORE : BEFORE + tokens] = 1
+    if image_token is not None:
+        ids = ids.masked_fill(kinds == 1, image_token)
     mask = torch.ones_like(ids)
     for row in range(rows):
         mask[row, : 2 * row] = 0
-    kinds = (ids == image_token).long()
     types = {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
     return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask, **types, **pixels}
 
 
 def vision_channels(vision: Any) -> int:
     return getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+
+
+def _needs_sizes(model: Any) -> bool:
+    function = getattr(model, "get_image_features", None)
+    sizes = inspect.signature(function).parameters.get("image_sizes") if function else None
+    return sizes is not None and sizes.default is inspect.Parameter.empty
 
 
 def _features(model: PreTrainedModel, pixels: dict[str, Any]) -> list[Tensor]:
