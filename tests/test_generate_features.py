@@ -483,6 +483,19 @@ def test_a_draft_with_a_shorter_context_only_drafts_worse(target, model):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_embeddings_may_be_wider_than_the_config_says(sample):
+    target = llama(seed=0, vocabulary=64)
+    target.config.vocab_size = 48
+    draft = noisy_copy(target, noise=0.1, seed=1)
+    model = attached(target)
+    arguments = dict(**prompt(2), max_new_tokens=20, do_sample=sample)
+    for policy in ("vanilla", "specbranch"):
+        torch.manual_seed(0)
+        got = model.generate(**arguments, assistant_model=draft, specbranch=config(policy))
+        assert sample or torch.equal(got, target.generate(**arguments))
+
+
 def test_a_context_of_learned_positions_is_filled_to_the_last_token():
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..agreement import Agreement, agreement_with, read_agreement
@@ -81,7 +82,7 @@ class Assembly:
         self.ordered = any(map(is_opaque, call.processors))  # processors must be called for one token after the other
         self.guided = any(map(can_guide, call.processors))
         self.in_step = self.ordered or (call.rows > 1 and self.stopper.needs_rows_in_step)
-        self.vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
+        self.vocabulary = scored_tokens(call.model)
         self.given = HookList(given_hooks(call))
         self.fixed = self._can_be_fixed(self.given.hooks)
         self.quick = self.fixed and bool(call.config.kernels) and serves(runner.device)  # bookkeeping in few kernels
@@ -298,6 +299,12 @@ def given_hooks(call: Call) -> list[SpeculationHook]:
     if isinstance(head, SpeculationHook):
         return [*call.hooks, head]
     return [*call.hooks, ThreeWay(head)] if callable(head) else list(call.hooks)
+
+
+def scored_tokens(model: PreTrainedModel) -> int:
+    """How many tokens a model scores; embeddings may be wider than its config says."""
+    weight: Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
+    return int(model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
 
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
