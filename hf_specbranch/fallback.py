@@ -2,4 +2,4 @@
 
 
 class FallBack(Exception):
-    """This call is left to transformers' own decoding; the message says why. Raised before any work is done."""
+    """This call is left to transformers' own decoding; the message says why. Raised before the first token."""

@@ -25,6 +25,7 @@ from .decoding.planning import forget
 from .decoding.policies import POLICIES
 from .fallback import FallBack
 from .heads.resolve import resolve_head
+from .padding import check_padded_batches
 from .request import MergedSettings, Request, call_config, seeded_from
 from .runners.choose import release
 from .stats import SpecBranchStats
@@ -227,6 +228,8 @@ class SpecBranchMixin(GenerationMixin):
             observer=request.observer,
         )
         try:
+            if not bool(call.attention().all()):
+                check_padded_batches(model)
             output, self.specbranch_stats = speculate(call)
         except FallBack as found:  # transformers has prepared everything: go on from here
             self._say_once(str(found))

@@ -128,7 +128,7 @@ def test_a_cache_that_changes_the_logits_is_noticed():
     model = llama(seed=0)
     forward = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids - position_ids.min())
-    with pytest.raises(ValueError, match="with its cache other logits than without"):
+    with pytest.raises(ValueError, match=REFUSED):
         mask_maker_for(model, "target")
 
 
@@ -158,8 +158,15 @@ def test_weights_that_are_not_finite_are_named():
 
 def test_a_model_that_fails_by_itself_is_named_with_its_error():
     model = llama(seed=0)
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(3, 32)
+    with pytest.raises(ValueError, match=r"fails on an ordinary pass.*RuntimeError: mat1 and mat2.*check its config"):
+        mask_maker_for(model, "target")
+
+
+def test_a_model_that_fails_with_a_cache_is_named_with_its_error():
+    model = llama(seed=0)
     model.model.layers[1].self_attn.layer_idx = None
-    with pytest.raises(ValueError, match=r"fails on an ordinary pass.*TypeError.*check its config"):
+    with pytest.raises(ValueError, match=r"a cache that is addressed by slot \(TypeError: .*check its config"):
         mask_maker_for(model, "target")
 
 

@@ -160,13 +160,13 @@ def _continued(call: Call, text: Text) -> Call:
 
 def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
     recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
-    further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
     with ExitStack() as runners:
         settings = call.rows, call.slots, call.config.runtime, call.config.kernels
         runner = runners.enter_context(runner_for(call.model, "target", *settings))
         draft_runner = None
         if call.draft is not None and POLICIES[call.config.policy].drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
+        further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
         assembly = Assembly(call, runner, draft_runner, further, recorder, stats)
         captured_before = assembly.captures()
         parts = assembly.parts()

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..fallback import FallBack
 from ..runners.base import Step
 from ..runners.desk import Desk
 from ..runners.eager import EagerRunner
@@ -89,6 +90,8 @@ class Target:
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
         output = self.run_prefill()
+        if (read := self.runner.cache.get_seq_length()) != filled:  # images without tokens in their place
+            raise FallBack(f"{type(self.runner.model).__name__} has read {read} tokens for a prompt of {filled}")
         logits = output.logits[:, -1:]
         if self.desk.fixed:
             return Step(self.desk.keep("target.logits1", logits))

@@ -6,14 +6,15 @@ contents of some slots and in nothing else:
 
 1. A query does not depend on slots that it must not see.
 2. In every layer it depends on a slot that it must see, however far away.
-3. Its logits are those of an ordinary run. They differ by rounding, so the difference is compared with the rounding of
-   this model: the difference between two ordinary runs, one over the whole text and one in two passes.
+3. Its logits are those of an ordinary run. In half precision they differ by rounding, so the difference is compared
+   with the rounding of this model: the difference between two ordinary runs, one over the whole text and one in two
+   passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..adapters import adapter_state
 from ..kernels.asked import own_attention
+from ..kernels.backend import HALF_PRECISION
 from ..kernels.trial import evaluating
 from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
@@ -38,8 +40,9 @@ LARGEST_WINDOW = 8192  # windows beyond that are not tried
 # How far our logits may be from an ordinary run, in units of the difference between two ordinary runs. The median of
 # several queries stays near 1; a single query of a mixture of experts may meet other experts in one run only.
 MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
-# Between two ordinary runs, in units of the logits' spread: logits that have nothing in common reach 1.4.
-MOST_NOISE, MOST_NOISE_IN_FLOAT32 = 0.7, 0.01
+# The difference between two ordinary runs, in units of the logits' spread. In float32 it is about 1e-6 and need not be
+# measured; logits that have nothing in common reach 1.4.
+NOISE_IN_FLOAT32, MOST_NOISE = 1e-4, 0.7
 
 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
@@ -84,11 +87,15 @@ def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
             found.append(fault)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             failure = failure or error
-    reason = found[0] if found else f"it raises {type(failure).__name__}: {_first_line(failure)}"
+    if not found:
+        raise ValueError(
+            f"the {role} {type(model).__name__} fails with an explicit attention mask and a cache that is addressed by "
+            f"slot ({type(failure).__name__}: {_first_line(failure)}): check its config, or pass specbranch=False"
+        ) from failure
     raise ValueError(
         f"the {role} {type(model).__name__} does not compute the same logits under an explicit attention mask "
-        f"({reason}), so branches cannot share its cache: choose another model, or pass specbranch=False"
-    ) from failure
+        f"({found[0]}), so branches cannot share its cache: choose another model, or pass specbranch=False"
+    )
 
 
 class Ordinary(NamedTuple):
@@ -111,38 +118,36 @@ def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
     extra = quiet_arguments(model)
     try:
         whole = model(input_ids=texts, use_cache=False, **extra).logits
-        past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).get("past_key_values")
-        second = whole if past is None else model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
+        noise = NOISE_IN_FLOAT32 * whole.float().std()
+        if whole.dtype in HALF_PRECISION:
+            past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).past_key_values
+            second = model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
+            # Two runs may agree to the last bit; the logits themselves are rounded all the same.
+            least = 2 * torch.finfo(whole.dtype).eps * _rms(whole)
+            noise = torch.maximum(_rms(whole[:, CONTEXT].float() - second[:, 0]), least)
     except Exception as error:  # whatever it is, it is the model's own
         raise ValueError(
-            f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT} tokens and one more with its "
-            f"cache ({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
+            f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT + 2} tokens "
+            f"({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
         ) from error
-    if past is None:
-        raise ValueError(
-            f"the {role} {type(model).__name__} keeps no keys and values between passes, and speculation needs them: "
-            f"choose another model, or pass specbranch=False"
-        )
-    queries = whole[:, CONTEXT].float()
     if not bool(torch.isfinite(whole).all()):
         raise ValueError(
             f"the {role} {type(model).__name__} computes logits that are not finite: check its weights and its dtype "
             f"({model.dtype})"
         )
-    noise = _rms(queries - second[:, 0])
-    most = MOST_NOISE_IN_FLOAT32 if whole.dtype in (torch.float32, torch.float64) else MOST_NOISE
-    if bool(noise > most * queries.std()):
+    if bool(noise > MOST_NOISE * whole.float().std()):
         raise ValueError(
             f"the {role} {type(model).__name__} computes with its cache other logits than without: check its config, "
             f"or pass specbranch=False"
         )
-    # Two runs may agree to the last bit; the logits themselves are rounded all the same.
-    noise = torch.maximum(noise, 2 * torch.finfo(whole.dtype).eps * _rms(queries))
-    return Ordinary(texts, queries, whole[0, CONTEXT + 1].float(), noise)
+    return Ordinary(texts, whole[:, CONTEXT].float(), whole[0, CONTEXT + 1].float(), noise)
 
 
 class _Probe:
     """One row in which many queries each see a context, a far slot, a near slot and themselves.
+
+    The first `REFERENCES` queries are for the first and third check. Each further one is for the second check of one
+    layer, so that one pass tells about all of them.
 
     The slots in order: the context as read at first, far slots, unused ones, near slots, queries, one more token.
     """
@@ -154,7 +159,7 @@ class _Probe:
         self.runner.prefill(ordinary.texts[:1, :CONTEXT], torch.arange(CONTEXT, device=self.device)[None], None)
         self.layers: list[Any] = [layer for layer in self.runner.cache.layers if layer.is_initialized]
         self.probed = _some(self.layers) if self.device.type == "cpu" else self.layers
-        self.count = max(len(self.probed), REFERENCES)
+        self.count = REFERENCES + len(self.probed)
         every = torch.arange(self.count, device=self.device)
         size = CONTEXT + 4 * self.count + max(FEWEST_SLOTS, _largest_window(model))
         self.far = CONTEXT + 2 * every.flip(0)
@@ -171,16 +176,23 @@ class _Probe:
 
     def fault(self) -> str:
         """What is wrong with this model under these masks; empty if nothing is."""
-        queries = self._queries()
-        alone = self._alone()
+        if not self.layers:
+            return "it keeps no keys and values between passes"
+        queries, alone = self._queries(), self._alone()
         hidden = ~self.visible[0].any(0)
         hidden[self.last] = False
-        with _changed({layer: hidden.nonzero()[:, 0] for layer in self.layers}):
-            if not self._same(queries, self._queries) or not self._same(alone, self._alone):
+        with self._changed(self.far, hidden.nonzero()[:, 0]):
+            changed = self._queries()
+            if not self._same(queries, changed, self._queries) or not self._same(alone, self._alone(), self._alone):
                 return "a query depends on tokens that the mask hides"
-        if self.sees_far and (blind := self._blind_layers(queries)):
+        if self.sees_far and (blind := self._blind_layers(queries, changed)):
             return f"layers {', '.join(map(str, blind))} do not see a token that the mask shows, far from the query"
         return self._wrong_values(queries, alone)
+
+    def _changed(self, slots: Tensor, everywhere: Tensor) -> AbstractContextManager[None]:
+        """Other contents in one slot of each layer, that of the query for this layer, and in some slots of all."""
+        of_query = dict(zip(self.probed, torch.split(slots[REFERENCES:], 1)))
+        return _changed({layer: torch.cat([everywhere, of_query.get(layer, slots[:0])]) for layer in self.layers})
 
     def _fill(self, size: int) -> None:
         """Copy the last two tokens of the context to their slots, and put random numbers wherever else."""
@@ -212,24 +224,22 @@ class _Probe:
         token = self.ordinary.texts[:1, CONTEXT + 1 :]
         return self.runner.forward(token, torch.full_like(slot, CONTEXT + 1), slot, visible).logits[0, 0].float()
 
-    def _same(self, before: Tensor, again: Callable[[], Tensor]) -> bool:
-        """Whether a pass gives what it gave before. Where that is not exact, a third pass says what is usual."""
-        difference = _rms(again() - before)
-        return not bool(difference > 0) or bool(difference <= 2 * _rms(again() - again()))
+    def _same(self, before: Tensor, now: Tensor, again: Callable[[], Tensor]) -> bool:
+        """Whether the first queries have the logits that they had. Where a pass is not exact, two more say how much."""
+        first = slice(REFERENCES if before.ndim == 2 else None)
+        difference = _rms(now[first] - before[first])
+        return not bool(difference > 0) or bool(difference <= 2 * _rms(again()[first] - again()[first]))
 
-    def _blind_layers(self, before: Tensor) -> list[int]:
-        """Layers in which a query does not depend on its far slot, though it depends on its near one.
-
-        Each query has another layer changed, so that one pass tells about all of them.
-        """
-        if not (unmoved := self._unmoved(self.far, before)):
+    def _blind_layers(self, before: Tensor, changed: Tensor) -> list[int]:
+        """Layers in which a query does not depend on its far slot, though it depends on its near one."""
+        if not (unmoved := self._unmoved(before, changed)):
             return []
-        return sorted(set(unmoved) - set(self._unmoved(self.near, before)))
+        with self._changed(self.near, self.near[:0]):
+            return sorted(unmoved - self._unmoved(before, self._queries()))
 
-    def _unmoved(self, slots: Tensor, before: Tensor) -> list[int]:
-        with _changed({layer: slots[index : index + 1] for index, layer in enumerate(self.probed)}):
-            moved = (self._queries() != before).any(1)
-        return [self.layers.index(layer) for index, layer in enumerate(self.probed) if not moved[index]]
+    def _unmoved(self, before: Tensor, after: Tensor) -> set[int]:
+        moved = (before != after).any(1)[REFERENCES:].tolist()
+        return {self.layers.index(layer) for layer, has in zip(self.probed, moved) if not has}
 
     def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
         ordinary = self.ordinary

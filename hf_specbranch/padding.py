@@ -1,0 +1,59 @@
+"""Are padded batches read as plain `generate()` reads them? Asked once of each model, by trying.
+
+Padding changes positions and masks, and some models handle either in a way of their own. So before the first padded
+batch one is generated both ways, two tokens long, and the logits of the second are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from .config import SpecBranchConfig
+from .fallback import FallBack
+
+_FINE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+LENGTH, PADDING = 6, 2
+# Root mean square difference of the logits, in units of their spread. Padding that is read differently gives about 1.
+MOST, MOST_IN_FLOAT32 = 0.3, 1e-3
+
+
+def check_padded_batches(model: PreTrainedModel) -> None:
+    """Leave padded batches to transformers where a model reads them differently under plain `generate()`.
+
+    Args:
+        model: a model with SpecBranch attached.
+    """
+    if model not in _FINE:
+        _FINE[model] = True  # for the batch of the trial itself
+        _FINE[model] = _reads_padding_as_plain(model)
+    if not _FINE[model]:
+        raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")
+
+
+def _reads_padding_as_plain(model: Any) -> bool:
+    device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
+    ids = (7 * torch.arange(2 * LENGTH, device=device).view(2, LENGTH) + 1) % vocabulary
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    brief = GenerationConfig(
+        max_new_tokens=2, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+
+    def second_logits(specbranch: SpecBranchConfig | bool) -> Tensor:
+        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=brief, specbranch=specbranch)
+        logits: Tensor = out.logits[-1]
+        return logits.float()
+
+    try:
+        plain = second_logits(False)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+        return True  # a prompt of tokens alone says nothing about this model
+    ours = second_logits(SpecBranchConfig(policy="autoregressive", runtime="eager"))
+    most = MOST_IN_FLOAT32 if model.dtype in (torch.float32, torch.float64) else MOST
+    return bool((ours - plain).square().mean().sqrt() <= most * plain.std())
