@@ -140,7 +140,7 @@ def test_kernel_norm_adds_parts(dtype, seed, rows, columns, splits, form):
 
 @on_kernels
 @given(dtypes, seeds, st.integers(1, 2), st.integers(1, 5), st.sampled_from([(16, 16), (80, 32)]),
-       st.sampled_from([2, 8]), st.sampled_from([None, *FORMS]), st.booleans())  # fmt: skip
+       st.sampled_from([2, 8]), st.sampled_from([None, PLAIN, GEMMA, WIDE]), st.booleans())  # fmt: skip
 def test_kernel_rotary_adds_parts(dtype, seed, rows, tokens, sizes, splits, form, odd):
     torch.manual_seed(seed)
     size, turned = sizes

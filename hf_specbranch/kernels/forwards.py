@@ -63,7 +63,7 @@ class Shared:
 
 
 class NormForward:
-    """RMSNorm."""
+    """RMSNorm, or LayerNorm without a bias."""
 
     def __init__(self, module: nn.Module, shared: Shared, form: NormForm) -> None:
         self.module, self.shared, self.form = module, shared, form

@@ -1,7 +1,9 @@
-"""RMSNorm, with the residual addition before it, in one kernel.
+"""RMSNorm, with the residual addition before it, in one kernel; and LayerNorm without a bias.
 
 total = x + residual
 out = total / sqrt(mean(total^2) + eps) * weight
+
+LayerNorm subtracts mean(total) from total first.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from .linear import MOST_ROWS, Parts, added, opened
 
 
 class NormForm(NamedTuple):
-    """The ways models write RMSNorm; they differ in rounding and in what weight zero means."""
+    """The ways models write their norm; they differ in rounding, in what weight zero means and in the mean."""
 
     offset: float = 0.0  # Gemma scales by 1 + weight
     wide: bool = False  # multiplies by the weight in float32 and rounds once; otherwise rounds before and after
+    centred: bool = False  # subtracts the mean: LayerNorm
 
 
 PLAIN, WIDE, GEMMA = NormForm(), NormForm(wide=True), NormForm(offset=1.0, wide=True)
-FORMS = (PLAIN, GEMMA, WIDE)
+LAYER_NORM = NormForm(wide=True, centred=True)
+FORMS = (PLAIN, GEMMA, WIDE, LAYER_NORM)
 
 
 def rms_norm(
@@ -61,7 +65,8 @@ def rms_norm(
     share = 128 if rows <= MOST_ROWS else 512  # elements for a warp: few rows are in a hurry, many fill the GPU anyway
     _norm_kernel[(rows,)](
         terms, residual, weight, out, total, rows * columns, columns, eps,
-        SPLITS=splits, ADD=total is not terms, OFFSET=form.offset, WIDE=form.wide, BLOCK=block,
+        SPLITS=splits, ADD=total is not terms, OFFSET=form.offset, WIDE=form.wide, CENTRED=form.centred,
+        BLOCK=block,
         num_warps=min(32, max(1, block // share)), **early(out.device),
     )  # fmt: skip
     return out, total
@@ -73,6 +78,8 @@ def rms_norm_reference(
     """What `rms_norm` computes, in plain torch."""
     total = x if residual is None else residual + x
     wide = total.float()
+    if form.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if form.wide:
         return (wide * (form.offset + weight.float())).to(total.dtype), total
@@ -93,6 +100,7 @@ def _norm_kernel(
     ADD: constexpr,
     OFFSET: constexpr,
     WIDE: constexpr,
+    CENTRED: constexpr,
     BLOCK: constexpr,
     EARLY: constexpr,
 ) -> None:
@@ -108,6 +116,8 @@ def _norm_kernel(
         value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
         tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / columns, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / columns + eps)
     if WIDE:
         result = wide * (scale + OFFSET)

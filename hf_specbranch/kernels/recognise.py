@@ -31,7 +31,7 @@ from .forwards import (
 )
 from .gated import recognise as recognise_activation
 from .norm import FORMS, PLAIN, NormForm, rms_norm_reference
-from .trial import Call, Forward, agreeing, errors_of, evaluating, tolerance, with_input
+from .trial import Call, Forward, agreeing, errors_of, evaluating, telling_input, tolerance
 
 TRIED = 16  # tokens: kernels compiled for this many serve up to 16 queries over any cache that 16 divides
 
@@ -182,7 +182,7 @@ def _shared_form(forms: dict[nn.Module, NormForm], norms: list[nn.Module]) -> No
 
 def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, NormForward]:
     """Every norm under the form that comes closest for its class, if that is close enough."""
-    calls = {module: with_input(module, call) for module, call in calls.items() if looks_like_norm(module)}
+    calls = {module: telling_input(module, call) for module, call in calls.items() if looks_like_norm(module)}
     classes: dict[type, list[nn.Module]] = {}
     for module in calls:
         classes.setdefault(type(module), []).append(module)

@@ -140,6 +140,8 @@ def _fits(
 ) -> bool:
     used = [cos, sin] if query.dim() == 5 else [query, key, value, cos, sin]
     if norm is not None:
+        if norm.form.centred:
+            return False
         used += [norm.query, norm.key]
     if slots is not None:
         used += [slots.keys, slots.values]

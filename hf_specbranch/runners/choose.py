@@ -56,9 +56,9 @@ def runner_for(
     if runtime == "eager" or reason or graph.why_it_asks(model, masks):
         yield EagerRunner(model, masks)
         return
-    layers: graph.Layers = "fused" if ours else "plain"
-    if runtime == "compile":
-        layers = "compiled, our attention" if ours else "compiled"
+    layers: graph.Layers = "compiled, our attention" if ours else "compiled"
+    if runtime != "compile":
+        layers = graph.layers_for(model, masks, rows) if ours else "plain"
     runner = graph.take(model, masks, rows, layers)
     aside = ASIDE if role == "draft" else 0
     runner.reserve(rows, min(slots + BRANCHES + aside, UPFRONT))

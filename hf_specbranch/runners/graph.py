@@ -25,8 +25,9 @@ from ..walk import every_buffer, every_module, every_parameter
 from .base import Step
 from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
-from .eager import EagerRunner, round_up
+from .eager import SMALLEST, EagerRunner, round_up
 from .masks import MaskMaker
+from .selfcheck import kernels_agree
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,23 @@ class GraphRunner(EagerRunner):
 _IDLE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, GraphRunner]] = WeakKeyDictionary()
 # Models that were seen to ask the device something in mid-forward, and what was said about it.
 _ASKS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+# Models whose pass through the kernels was compared with their own: their fingerprint then, and whether it agreed.
+_AGREE: WeakKeyDictionary[PreTrainedModel, tuple[int, bool]] = WeakKeyDictionary()
+
+
+def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
+    """Our kernels, if a whole pass through them agrees with the model's own, else the model's own layers.
+
+    Asked once of a model, and again when its weights have moved.
+    """
+    fuse(model)
+    now = fingerprint(model)
+    if model not in _AGREE or _AGREE[model][0] != now:
+        runner = GraphRunner(model, masks, "fused")
+        runner.reserve(rows, SMALLEST)
+        logger.debug("kernels are built side by side: %s", runner.rehearses)
+        _AGREE[model] = now, kernels_agree(model, masks)
+    return "fused" if _AGREE[model][1] else "plain"
 
 
 def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:

@@ -1,0 +1,164 @@
+"""A whole pass through the kernels is compared with the model's own, and kernels that are wrong are left out."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers as tf
+
+from hf_specbranch.kernels import fuse, fused
+from hf_specbranch.kernels.forwards import NormForward
+from hf_specbranch.kernels.norm import LAYER_NORM, WIDE
+from hf_specbranch.runners import graph, selfcheck
+from hf_specbranch.runners.probe import mask_maker_for
+
+from .families import FAMILIES, make
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # many CPUs are very slow in bfloat16
+DTYPES = [torch.float32, HALF]
+SHAPE = dict(vocab_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
+
+
+def deep(dtype, layers=32):
+    """A model of many layers."""
+    torch.manual_seed(0)
+    config = tf.GraniteConfig(
+        **SHAPE, hidden_size=32, num_hidden_layers=layers, initializer_range=0.2, logits_scaling=8.0,
+        residual_multiplier=0.22, attention_multiplier=0.25,
+    )  # fmt: skip
+    return tf.GraniteForCausalLM(config).to(DEVICE, dtype).eval()
+
+
+def wide(dtype):
+    """A model with LayerNorm, whose inputs have a mean that is small beside their spread."""
+    torch.manual_seed(0)
+    config = tf.Cohere2Config(**{**SHAPE, "intermediate_size": 16}, hidden_size=4096, head_dim=8, num_hidden_layers=2)
+    return tf.Cohere2ForCausalLM(config).to(DEVICE, dtype).eval()
+
+
+def chosen(model):
+    return graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_correct_kernels_pass(family, dtype, caplog):
+    caplog.set_level(logging.WARNING, "hf_specbranch")
+    assert chosen(make(family).to(DEVICE, dtype)) == "fused"
+    assert not [record for record in caplog.records if record.name.startswith("hf_specbranch")]
+
+
+@contextmanager
+def changed(module, change):
+    """Change what a module returns."""
+    hook = module.register_forward_hook(lambda module, args, output: change(args, output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def swapped(first, second):
+    """Two layers in the wrong order."""
+    kept = first.__dict__.pop("forward", first.forward), second.__dict__.pop("forward", second.forward)
+    second.forward, first.forward = kept  # in each other's place
+    try:
+        yield
+    finally:
+        del first.forward, second.forward
+
+
+FAULTS = {
+    "one layer without its residual": lambda model: changed(model.model.layers[20], lambda args, out: out - args[0]),
+    "one layer without its mlp": lambda model: changed(model.model.layers[31].mlp, lambda args, out: 0 * out),
+    "one layer twice as strong": lambda model: changed(model.model.layers[5].mlp, lambda args, out: 2 * out),
+    "attention sees another token": lambda model: changed(
+        model.model.layers[7].self_attn, lambda args, out: (out[0].roll(1, dims=1), out[1])
+    ),
+    "two layers swapped": lambda model: swapped(model.model.layers[8], model.model.layers[9]),
+    "logits not scaled": lambda model: changed(model.lm_head, lambda args, out: 8 * out),
+    "not finite": lambda model: changed(model.lm_head, lambda args, out: out / 0),
+    "final norm left out": lambda model: changed(model.model.norm, lambda args, out: args[0]),
+}
+
+
+def plant(fault, monkeypatch):
+    """In the passes through the kernels, not in the model's own."""
+
+    @contextmanager
+    def faulty(model):
+        with fused(model), fault(model):
+            yield model
+
+    monkeypatch.setattr(selfcheck, "fused", faulty)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, dtype, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "hf_specbranch")
+    model = deep(dtype)
+    plant(FAULTS[fault], monkeypatch)
+    assert chosen(model) == chosen(model) == "plain"
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "GraniteForCausalLM runs without our GPU kernels"
+    ]
+
+
+def test_kernels_that_raise_are_left_out(monkeypatch, caplog):
+    def fail(args, out):
+        raise RuntimeError("out of shared memory")
+
+    plant(lambda model: changed(model.model.layers[3], fail), monkeypatch)
+    assert chosen(deep(torch.float32, layers=4)) == "plain"
+    assert "out of shared memory" in caplog.text
+
+
+def test_a_model_is_checked_again_when_its_weights_have_moved(monkeypatch):
+    model = deep(torch.float32, layers=2)
+    assert chosen(model) == "fused"
+    plant(FAULTS["logits not scaled"], monkeypatch)
+    assert chosen(model) == "fused"
+    model.to(HALF)
+    assert chosen(model) == "plain"
+
+
+def test_the_check_leaves_no_trace():
+    model = deep(HALF, layers=2)
+    fuse(model)
+    before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    chosen(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
+
+
+def forms(model):
+    fuse(model)
+    with fused(model):
+        stand_ins = [vars(module).get("forward") for module in model.modules()]
+    return [stand_in.form for stand_in in stand_ins if isinstance(stand_in, NormForward)]
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_not_taken_for_rms_norm(dtype):
+    """Where the mean of what it reads is below the rounding of bfloat16."""
+    assert forms(wide(dtype)) == [LAYER_NORM] * 3
+
+
+@pytest.mark.slow
+def test_rms_norm_in_place_of_layer_norm_is_found(monkeypatch):
+    @contextmanager
+    def without_means(model):
+        for module in model.modules():
+            if isinstance(stand_in := vars(module).get("forward"), NormForward):
+                stand_in.form = WIDE
+        yield
+
+    plant(without_means, monkeypatch)
+    assert chosen(wide(HALF)) == "plain"
