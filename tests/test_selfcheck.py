@@ -21,6 +21,13 @@ DTYPES = [torch.float32, HALF]
 SHAPE = dict(vocab_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None)
 
 
+@pytest.fixture(autouse=True)
+def plain_products():
+    """Without the library that sets itself up for every one of them, which takes longer than these products."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
 def deep(dtype, layers=32):
     """A model of many layers."""
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .forwards import LayerForward
+from .forwards import AttentionForward, LayerForward, attention_inputs
 from .rehearsal import rehearsing
 
 Forward = Callable[..., Any]
@@ -72,17 +72,25 @@ def _distance(stand_in: Forward, call: Call) -> Tensor:
 
 
 def _distance_if_audible(module: nn.Module, stand_in: Forward, call: Call) -> Tensor:
-    """The distance with random numbers in output projections that are zero, and under a faint residual.
+    """The distance with random numbers in output projections that are zero, and where a difference would show.
 
-    Layers are tried again in any case: beside a large residual nothing of what they add would be heard.
+    Layers are tried again under a faint residual: beside a large one nothing of what they add would be heard.
+    Attention is tried again on an input that makes it sharp: where all tokens get nearly the same weight, positions
+    make no difference.
     """
-    layer = isinstance(stand_in, LayerForward)
+    layer, attention = isinstance(stand_in, LayerForward), isinstance(stand_in, AttentionForward)
     silent = [weight for weight in _output_weights(module) if not weight.any()]
-    if not silent and not layer:
+    if not silent and not layer and not attention:
         return _tensor(call.output).new_zeros((), dtype=torch.float32)
-    args = (_faint(call.args[0]), *call.args[1:]) if layer else call.args
+    args, kwargs = call.args, call.kwargs
+    if layer:
+        args = (_faint(args[0]), *args[1:])
+    elif attention and "hidden_states" in kwargs:
+        kwargs = {**kwargs, "hidden_states": _sharp(module, kwargs["hidden_states"])}
+    elif attention:
+        args = (_sharp(module, args[0]), *args[1:])
     with evaluating(module), _random_numbers_in(silent):
-        again = Call(args, call.kwargs, module(*args, **call.kwargs))
+        again = Call(args, kwargs, module(*args, **kwargs))
         if not _tensor(again.output).any():
             raise ValueError("the output is zero whatever the output projection is")
         return _distance(stand_in, again)
@@ -98,6 +106,14 @@ def _faint(hidden_states: Tensor) -> Tensor:
     """Scaled to a mean square of 1/4096. Norms undo the scale, so a layer adds to it what it adds to any."""
     wide = hidden_states.float()
     return (wide * torch.rsqrt(wide.pow(2).mean()) / 64).to(hidden_states.dtype)
+
+
+def _sharp(module: Any, hidden_states: Tensor) -> Tensor:
+    """Scaled up until the scores of an attention differ by about 1."""
+    products = [layer(hidden_states).float().pow(2).mean().sqrt() for layer in attention_inputs(module)]
+    spread = products[0] * products[min(1, len(products) - 1)] * module.head_dim**0.5 * module.scaling
+    factor: Tensor = spread.clamp(1e-4, 1).rsqrt()
+    return (hidden_states.float() * factor).to(hidden_states.dtype)
 
 
 @torch.no_grad()

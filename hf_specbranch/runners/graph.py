@@ -27,7 +27,7 @@ from .compiled import compiled_layers
 from .desk import CapturedDesk, Desk, GraphMemory
 from .eager import SMALLEST, EagerRunner, round_up
 from .masks import MaskMaker
-from .selfcheck import kernels_agree
+from .selfcheck import PARENTS, kernels_agree
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class GraphRunner(EagerRunner):
         return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model, self._some_passes)
 
     def _some_passes(self) -> None:
-        """Over one token and over many, for a rehearsal before the cache holds anything.
+        """Over one token, over those of the self-check and over many, for a rehearsal before the cache holds anything.
 
         The first makes the cache's layers, which go again with the noise in them. In the last libraries set themselves
         up, while kernels are built.
@@ -87,7 +87,7 @@ class GraphRunner(EagerRunner):
             return
         rows, shown = self.slot_positions.shape
         try:
-            for queries in (1, 1, MANY_QUERIES):
+            for queries in (1, 1, len(PARENTS), MANY_QUERIES):
                 tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
                 visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
                 self.forward_as_it_is(tokens, tokens, tokens, visible)

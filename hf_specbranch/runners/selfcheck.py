@@ -28,13 +28,13 @@ from .masks import MaskMaker
 
 logger = logging.getLogger(__name__)
 
-PREFIX = 16  # tokens that the model itself reads
-# The pass: ten tokens in a chain, and branches of three after the second and the fifth of them. Sixteen, because the
-# kernels for so many have been built for the trial of the modules.
+PREFIX = 64  # tokens that the model itself reads, or fewer where it has not learned so many positions
+# The pass: ten tokens in a chain, and branches of three after the second and the fifth of them. Up to sixteen
+# tokens, products run through the same kernels as for one.
 PARENTS = (None, *range(9), 1, 10, 11, 4, 13, 14)
-SLOTS = tuple(PREFIX + 7 * query % len(PARENTS) for query in range(len(PARENTS)))  # in no order
+SLOTS = tuple(7 * query % len(PARENTS) for query in range(len(PARENTS)))  # after the prefix, in no order
 # Correct kernels are at 1, whatever the model. RMSNorm in place of LayerNorm in each of 32 layers is at 3.
-MOST_NOISE = 2.0
+MOST_NOISE = 1.5
 TEXTS = (
     3  # kernels are left out if they exceed it on all of these: in a mixture of experts, rounding can switch experts
 )
@@ -50,10 +50,10 @@ class Comparison(NamedTuple):
     def ratio(self, dtype: torch.dtype) -> float:
         """How far the kernels are above the noise floor: the geometric mean over the tokens.
 
-        The floor is at least the rounding of the logits themselves, and a few units of float32, in which kernels
-        approximate exponentials and roots.
+        The floor is at least the rounding of the logits themselves, and 64 units of float32, to which kernels
+        approximate exponentials, roots and tanh.
         """
-        least = torch.finfo(dtype).eps / 4 + 16 * torch.finfo(torch.float32).eps
+        least = torch.finfo(dtype).eps / 4 + 64 * torch.finfo(torch.float32).eps
         floor = torch.maximum(self.noise, least * self.spread)
         kernels = torch.maximum(self.kernels, least * self.spread)
         ratio = math.exp(float((kernels / floor).log().mean()))
@@ -105,33 +105,37 @@ def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0) -> Comparis
     return Comparison(_rms(ours - own), _rms(noisy - own), own.std(-1))
 
 
-def _tokens(runner: EagerRunner, text: int) -> Tensor:
-    """[1, PREFIX + Q]"""
-    count = PREFIX + len(PARENTS)
-    ids: Tensor = (torch.arange(count, device=runner.device)[None] + text * count) * 7 + 1
-    return ids % runner.vocabulary
+def _text(runner: EagerRunner, text: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the prefix and of the pass, [1, P] and [1, Q]."""
+    count = len(PARENTS)
+    prefix = PREFIX if runner.learned_positions is None else max(1, min(PREFIX, runner.learned_positions - count))
+    numbers = torch.arange(prefix + count, device=runner.device)[None] + text * (PREFIX + count)
+    tokens: Tensor = (numbers * 7 + 1) % runner.vocabulary
+    return tokens[:, :prefix], tokens[:, prefix:]
 
 
 def _read_prefix(runner: EagerRunner, text: int) -> None:
     runner.reserve(1, SMALLEST)
-    tokens = _tokens(runner, text)[:, :PREFIX]
-    runner.prefill(tokens, torch.arange(PREFIX, device=runner.device)[None], None)
+    tokens, _ = _text(runner, text)
+    runner.prefill(tokens, torch.arange(tokens.shape[1], device=runner.device)[None], None)
 
 
 def _pass(runner: EagerRunner, text: int) -> Tensor:
     """Logits [Q, V] in float32 of the tokens after the prefix, all in one pass."""
+    read, tokens = _text(runner, text)
+    prefix = read.shape[1]
     visible = torch.zeros((len(PARENTS), SMALLEST), dtype=torch.bool)
-    visible[:, :PREFIX] = True
+    visible[:, :prefix] = True
     positions: list[int] = []
     for query, parent in enumerate(PARENTS):
         if parent is not None:
             visible[query] = visible[parent]
-        visible[query, SLOTS[query]] = True
-        positions.append(PREFIX if parent is None else positions[parent] + 1)
+        visible[query, prefix + SLOTS[query]] = True
+        positions.append(prefix if parent is None else positions[parent] + 1)
     step = runner.forward(
-        _tokens(runner, text)[:, PREFIX:],
+        tokens,
         torch.tensor([positions], device=runner.device),
-        torch.tensor([SLOTS], device=runner.device),
+        torch.tensor([SLOTS], device=runner.device) + prefix,
         visible[None].to(runner.device),
     )
     return step.logits[0].float()

@@ -1,0 +1,213 @@
+"""How far our logits are from the same model in float32, beside those of plain bfloat16.
+
+Models have the shapes of public ones and random weights. Their logits are computed in float32, by transformers in half
+precision and by us as decoding runs: for the prompt, and for a text after it with one and with eight tokens per pass,
+in batches of one and of four. The error is the root mean square difference from float32 in units of the logits' spread.
+
+    python examples/benchmarks/precision.py                        # all models, at full size
+    python examples/benchmarks/precision.py Cohere2-7B --layers 8
+    python examples/benchmarks/precision.py --tiny --device cpu    # the same architectures, shrunk
+
+It ends with status 1 if an error of ours exceeds 1.1 times that of transformers, or a model could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hf_specbranch.kernels import fuse, fused
+from hf_specbranch.runners.choose import release, runner_for
+from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runners.selfcheck import compare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from real_shapes import CONFIGS, build  # noqa: E402
+
+PROMPT, DECODED = 64, 32  # tokens
+BATCHES = (1, 4)
+MOST = 1.1  # times the error of plain half precision
+
+
+class Error(NamedTuple):
+    """Of the logits, in units of their spread."""
+
+    ours: float
+    plain: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.plain
+
+
+class Measured(NamedTuple):
+    """What was found for one model."""
+
+    errors: dict[str, Error]  # by what was computed
+    kernels: str  # how its layers ran
+    noise: float  # what the self-check says: the kernels' difference over the noise floor
+
+    @property
+    def worst(self) -> float:
+        return max(error.ratio for error in self.errors.values())
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, seed: int = 0) -> Measured:
+    """The errors of a model in half precision, ours and transformers' own."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    shape = (max(BATCHES), PROMPT + DECODED)
+    ids = torch.randint(0, model.config.vocab_size, shape, device=model.device, generator=generator)
+    with in_float32(model):
+        exact = model(input_ids=ids, logits_to_keep=DECODED + 1).logits
+    errors: dict[str, Error] = {}
+    layers = ""
+    for rows in BATCHES:
+        for queries in (1, 8):
+            plain = by_transformers(model, ids[:rows], queries)
+            ours, layers = by_us(model, ids[:rows], queries)
+            both = (ours, plain)
+            if queries == 1:
+                errors[f"prompt x{rows}"] = Error(*(distance(some[:, :1], exact[:rows, :1]) for some in both))
+            errors[f"{queries} x{rows}"] = Error(*(distance(some[:, 1:], exact[:rows, 1:]) for some in both))
+    noise = compare(model, mask_maker_for(model, "target")).ratio(model.dtype)
+    release(model)
+    return Measured(errors, layers, noise)
+
+
+def distance(logits: Tensor, exact: Tensor) -> float:
+    """Root mean square difference, in units of the spread."""
+    return float((logits.float() - exact).pow(2).mean().sqrt() / exact.std())
+
+
+def by_transformers(model: PreTrainedModel, ids: Tensor, queries: int) -> Tensor:
+    """Logits [B, 1 + DECODED, V] as plain decoding computes them."""
+    output = model(input_ids=ids[:, :PROMPT], use_cache=True, logits_to_keep=1)
+    logits = [output.logits]
+    for first in range(PROMPT, PROMPT + DECODED, queries):
+        tokens = ids[:, first : first + queries]
+        output = model(input_ids=tokens, past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+def by_us(model: PreTrainedModel, ids: Tensor, queries: int) -> tuple[Tensor, str]:
+    """The same as our decoding computes them, and how the layers ran."""
+    rows, length = ids.shape
+    positions = torch.arange(length, device=ids.device).expand(rows, -1)
+    sees = torch.ones((length, length), dtype=torch.bool, device=ids.device).tril().expand(rows, -1, -1)
+    on_gpu = ids.device.type == "cuda"
+    if not on_gpu:
+        fuse(model)  # there are no graphs there, but the kernels' references can be joined in the same way
+    with runner_for(model, "target", rows, length, "auto") as runner:
+        logits = [runner.prefill(ids[:, :PROMPT], positions[:, :PROMPT], None)[:, None].clone()]
+        with nullcontext() if on_gpu else fused(model):
+            for first in range(PROMPT, length, queries):
+                now = slice(first, first + queries)
+                step = runner.forward(ids[:, now], positions[:, now], positions[:, now], sees[:, now])
+                logits.append(step.logits.clone())  # the next pass overwrites them
+        return torch.cat(logits, dim=1), str(getattr(runner, "layers", "eager"))
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes in float32. Its layers are converted one at a time, so that large models fit."""
+    layers = list(model.base_model.layers)
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    kept: dict[nn.Parameter, Tensor] = {}
+
+    def widen(parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter not in kept:
+                kept[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.data = kept.pop(parameter)
+
+    hooks = []
+    experts = getattr(model.config, "_experts_implementation", None)
+    try:
+        if experts is not None:
+            model.set_experts_implementation("eager")  # others may not take float32
+        widen(parameter for parameter in model.parameters() if parameter not in inside)
+        for layer in layers:
+            hooks.append(layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters())))
+            hooks.append(layer.register_forward_hook(lambda layer, *_: restore(layer.parameters())))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        restore(list(kept))
+        if experts is not None:
+            model.set_experts_implementation(experts)
+
+
+def line(name: str, measured: Measured, seconds: float) -> str:
+    errors = "  ".join(f"{what}: {error.ours:.4f}/{error.plain:.4f}" for what, error in measured.errors.items())
+    return (
+        f"{name:14} {measured.kernels:6} worst {measured.worst:.3f}  self-check {measured.noise:.2f}  "
+        f"{seconds:.0f} s  {errors}"
+    )
+
+
+def table(found: dict[str, Measured | str]) -> str:
+    """Ratios of our errors to those of plain half precision, in Markdown."""
+    whats = next((list(some.errors) for some in found.values() if isinstance(some, Measured)), [])
+    lines = [f"| model | {' | '.join(whats)} | error of plain | worst |", "|---" * (len(whats) + 3) + "|"]
+    for name, some in found.items():
+        if isinstance(some, str):
+            lines.append(f"| {name} | {some} |")
+            continue
+        ratios = " | ".join(f"{some.errors[what].ratio:.2f}" for what in whats)
+        plain = some.errors[whats[-1]].plain
+        lines.append(f"| {name} | {ratios} | {plain:.4f} | {some.worst:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(CONFIGS)}; all if none is named")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tiny", action="store_true", help="shrink every size")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(CONFIGS):
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
+    transformers_logging.set_verbosity_error()
+    found: dict[str, Measured | str] = {}
+    for name in options.models or CONFIGS:
+        begun = time.perf_counter()
+        try:
+            dtype = getattr(torch, options.dtype)
+            model = build(name, options.device, dtype, layers=options.layers, tiny=options.tiny)
+            measured = found[name] = measure(model)
+            print(line(name, measured, time.perf_counter() - begun), flush=True)
+        except Exception as error:
+            traceback.print_exc(limit=-3)
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            print(f"{name:14} {found[name]}", flush=True)
+        model = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    print(f"\nErrors of our logits over those of plain {options.dtype}, both against float32:\n\n{table(found)}")
+    return int(any(isinstance(some, str) or not some.worst <= MOST for some in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
