@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import Cache, PreTrainedModel, StaticCache
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 
 from .adapters import why_adapters_need_plain
 from .config import SpecBranchConfig
@@ -58,6 +58,8 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
 
 def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
     """Why this `generate()` call is left to transformers' own decoding; empty if it is not."""
+    if _has_own_generate(target):
+        return "its class has a generate() of its own"
     if (mode := settings.mode) not in SPEEDED_UP:
         return f"SpecBranch speeds up greedy decoding and sampling, not {mode.value.replace('_', ' ')}"
     if settings.use_cache is False:
@@ -75,6 +77,13 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
         if model is not None and model.training and model.is_gradient_checkpointing:
             return f"the {role} is in training mode with gradient checkpointing, which turns its cache off"
     return why_adapters_need_plain(target)
+
+
+def _has_own_generate(model: PreTrainedModel) -> bool:
+    """Whether `generate()` is more than transformers' own, apart from ours: it may call another model's."""
+    classes = list(type(model).__mro__)
+    ours = max(index for index, each in enumerate(classes) if each.__module__.startswith(__package__ or "-"))
+    return next(each for each in classes[ours + 1 :] if "generate" in vars(each)) is not GenerationMixin
 
 
 def why_refused(settings: MergedSettings) -> str:

@@ -90,8 +90,9 @@ class Target:
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
         output = self.run_prefill()
-        if (read := self.runner.cache.get_seq_length()) != filled:  # images without tokens in their place
-            raise FallBack(f"{type(self.runner.model).__name__} has read {read} tokens for a prompt of {filled}")
+        if (read := {layer.appended for layer in self.runner.cache.layers}) != {filled}:
+            # Images without tokens in their place, or layers that attend to something else than the text.
+            raise FallBack(f"{type(self.runner.model).__name__} keeps {sorted(read)} tokens of a prompt of {filled}")
         logits = output.logits[:, -1:]
         if self.desk.fixed:
             return Step(self.desk.keep("target.logits1", logits))
