@@ -102,10 +102,11 @@ def _compare(plain: Any, model: Any, draft: PreTrainedModel, name: str, inputs: 
             yield Case(name, policy, REFUSED if is_refusal(error) else ERROR, one_line(error))
             continue
         state, note = compare(got, expected.sequences, logits)
-        if model.specbranch_stats is None and state == EQUAL:
+        stats = model.specbranch_stats
+        if stats is None and state == EQUAL:
             yield Case(name, policy, REFUSED, "left to transformers' own decoding, with a warning that says why")
         else:
-            yield Case(name, policy, state, note, model.specbranch_stats.draft_acceptance_rate)
+            yield Case(name, policy, state, note, stats.draft_acceptance_rate if stats else 0.0)
 
 
 def compare(got: Tensor, expected: Tensor, logits: Tensor) -> tuple[str, str]:
