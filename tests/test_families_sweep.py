@@ -1,6 +1,5 @@
 """Every architecture is equal to plain `generate()`, or refused before any work; and the sweep notices if not."""
 
-import inspect
 from collections import Counter
 
 import pytest
@@ -10,9 +9,10 @@ from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from hf_specbranch.cli import app
-from hf_specbranch.families.check import EQUAL, ERROR, NEAR_TIE, REFUSED, WRONG, compare, is_refusal
+from hf_specbranch.families.check import EQUAL, ERROR, NEAR_TIE, NEW_TOKENS, REFUSED, WRONG, compare, is_refusal
 from hf_specbranch.families.registry import Family, language_models, vision_models
 from hf_specbranch.families.sweep import Result, markdown, sweep, try_family
+from hf_specbranch.families.tiny import VOCABULARY
 
 FAILED = (WRONG, ERROR, NEAR_TIE)
 TEXT = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "bert")  # each attends in its own way
@@ -71,23 +71,21 @@ def test_images_are_seen():
 # ---- the sweep can fail
 
 
-class Shifted(GPT2LMHeadModel):
-    """Plain `generate()` counts its positions otherwise than the model's inputs say."""
+class Exchanged(GPT2LMHeadModel):
+    """Plain `generate()` writes another token near the end of the second row."""
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if inputs["input_ids"].shape[1] == 1:
-            inputs["position_ids"] = inputs["position_ids"] + 9
-        return inputs
-
-
-Shifted.prepare_inputs_for_generation.__signature__ = inspect.signature(GPT2LMHeadModel.prepare_inputs_for_generation)
+    def _sample(self, *args, **kwargs):
+        output = super()._sample(*args, **kwargs)
+        if len(output.sequences) > 1:
+            output.sequences[1, -3] = (output.sequences[1, -3] + 1) % VOCABULARY
+        return output
 
 
 def test_a_wrong_architecture_is_found():
-    result = try_family(Family("shifted", "Shifted", lambda: Shifted))
+    result = try_family(Family("exchanged", "Exchanged", lambda: Exchanged))
     assert result.state == WRONG, in_words(result)
-    assert "in place of" in result.note
+    assert {case.inputs for case in result.cases if case.state == WRONG} == {"padded batch"}
+    assert result.note.startswith(f"row 1, new token {NEW_TOKENS - 3}: ")
     assert "## Wrong\n" in markdown([result]) and "1 wrong" in markdown([result])
 
 
