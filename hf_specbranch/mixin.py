@@ -234,10 +234,11 @@ class SpecBranchMixin(GenerationMixin):
         except FallBack as found:  # transformers has prepared everything: go on from here
             self._say_once(str(found))
             with seeded_from(request.generator, model):
-                return self._sample(
+                output = self._sample(
                     input_ids, logits_processor, stopping_criteria, generation_config,
                     synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
                 )  # fmt: skip
+            self.specbranch_stats = None  # a trial of padded batches may have left some
         return output
 
     def detach_specbranch(self) -> Any:

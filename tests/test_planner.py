@@ -32,7 +32,7 @@ from hf_specbranch.runners.eager import EagerRunner
 from hf_specbranch.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
 from hf_specbranch.stats import Sum
 
-from .models import assert_counts_add_up, attached, noisy_copy, prompt
+from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 ALWAYS = Agreement((0.95,) * 97, (0,) * 97, 5, ((0.95, 0.02, 0.01, 0.01, 0.01),) * 97)
@@ -612,3 +612,15 @@ def test_what_is_chosen_on_a_gpu_is_close_to_the_best(which):
             speeds[policy] = max(speeds.get(policy, 0.0), model.specbranch_stats.tokens_per_second)
             assert torch.equal(out, expected)
     assert speeds["auto"] > 0.9 * max(speeds.values()), (speeds, model.specbranch_stats.plans)
+
+
+def test_calls_may_ask_for_more_branches_than_earlier_ones():
+    """What earlier texts have recorded does not suffice then, and is left out."""
+    target = llama(seed=0)
+    model, draft = attached(target), noisy_copy(target, noise=0.05, seed=1)
+    for branches in (2, 6):
+        for seed in range(3):
+            settings = SpecBranchConfig(policy="auto", max_branches=branches)
+            arguments = dict(**prompt(1, seed=seed), max_new_tokens=90, do_sample=False, eos_token_id=None)
+            got = model.generate(**arguments, assistant_model=draft, specbranch=settings)
+            assert torch.equal(got, target.generate(**arguments))

@@ -288,7 +288,8 @@ class Planner:
             return None
         costs = prices(timed)
         found = self.agreements()
-        texts = known.texts.remember(self.text, found)
+        branches = max(plan.max_branches for plan in self.plans)  # calls with fewer have recorded fewer candidates
+        texts = [text for text in known.texts.remember(self.text, found) if text.candidates >= branches]
         if found and plan is not None and took is not None:
             expected = predict(found, plan, costs, self.captured)
             a_round = expected.tokens_per_pass / expected.tokens_per_second
