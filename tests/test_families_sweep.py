@@ -15,8 +15,8 @@ from hf_specbranch.families.sweep import Result, markdown, sweep, try_family
 from hf_specbranch.families.tiny import VOCABULARY
 
 FAILED = (WRONG, ERROR, NEAR_TIE)
-TEXT = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "bert")  # each attends in its own way
-IMAGES = ("gemma3", "gemma4", "llava", "smolvlm")
+TEXT = ("gpt_oss", "deepseek_v3", "bert", "gemma3_text", "llama", "qwen2", "gpt2")  # each attends in its own way
+IMAGES = ("llava", "gemma3", "gemma4", "smolvlm")
 SEVERAL_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -28,8 +28,13 @@ def in_words(result: Result) -> str:
     return "\n".join(f"{case.policy}, {case.inputs}: {case.state} {case.note}" for case in result.cases)
 
 
+def first_quick(names, quick=1):
+    """All names, those after the first few for the slow tests."""
+    return [*names[:quick], *(pytest.param(name, marks=pytest.mark.slow) for name in names[quick:])]
+
+
 @pytest.mark.compat
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", first_quick(TEXT, quick=3))
 def test_text_is_equal(name):
     result = try_family(family(name))
     assert {case.state for case in result.cases} == {EQUAL}, in_words(result)
@@ -40,7 +45,7 @@ def test_text_is_equal(name):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", first_quick(IMAGES))
 def test_texts_and_images_are_equal(name):
     result = try_family(family(name))
     assert {case.state for case in result.cases} == {EQUAL}, in_words(result)
@@ -48,7 +53,7 @@ def test_texts_and_images_are_equal(name):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", SEVERAL_AXES)
+@pytest.mark.parametrize("name", first_quick(SEVERAL_AXES))
 def test_positions_of_several_axes_are_equal_or_refused(name):
     result = try_family(family(name))
     assert {case.state for case in result.cases} <= {EQUAL, REFUSED}, in_words(result)

@@ -7,7 +7,7 @@ import torch
 
 from . import fuzz
 
-CASES = int(os.environ.get("SPECBRANCH_FUZZ_CASES", "25"))
+CASES = int(os.environ.get("SPECBRANCH_FUZZ_CASES", "10"))
 
 
 @pytest.mark.compat

@@ -239,7 +239,7 @@ def paths(record, before=()):
             yield from paths(value, (*before, name))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_config_with_any_other_value_is_refused_or_works(data, sound, target):
     record, tensors = read_head(sound)
@@ -265,7 +265,7 @@ def test_a_config_with_any_other_value_is_refused_or_works(data, sound, target):
     head.bind(target)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_weights_with_any_bytes_are_refused_or_the_same(data, sound):
     content = bytearray((sound / "model.safetensors").read_bytes())

@@ -57,7 +57,7 @@ def run(model, inputs, with_criterion=False, **kwargs):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("with_criterion", [False, True])
 def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target, model, draft):

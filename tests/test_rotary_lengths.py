@@ -61,8 +61,8 @@ def make(name):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("policy", ["autoregressive", "vanilla", "specbranch"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("policy", ["autoregressive", "vanilla", pytest.param("specbranch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_that_cross_the_border_are_those_of_plain_generate(name, rows, policy):
     target = make(name)
@@ -75,6 +75,14 @@ def test_texts_that_cross_the_border_are_those_of_plain_generate(name, rows, pol
         expected = target.generate(**arguments)
         got = model.generate(**arguments, **more, specbranch=config(policy, gamma=4, runners_up=3))
         assert torch.equal(got, expected), (length, got, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_branches_that_cross_the_border(name):
+    target = make(name)
+    arguments = dict(**prompt(2, length=15, vocabulary=VOCABULARY, seed=1), max_new_tokens=20, do_sample=False)
+    got = attached(target).generate(**arguments, assistant_model=noisy_copy(target, noise=0.05, seed=1))
+    assert torch.equal(got, target.generate(**arguments))
 
 
 def test_the_border_matters():

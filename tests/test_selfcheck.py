@@ -104,8 +104,11 @@ def plant(fault, monkeypatch):
     monkeypatch.setattr(selfcheck, "fused", faulty)
 
 
+QUICK, SLOW = list(FAULTS)[:3], list(FAULTS)[3:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_planted_faults_are_found(fault, dtype, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "hf_specbranch")
     model = deep(dtype)
