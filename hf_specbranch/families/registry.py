@@ -59,14 +59,14 @@ class Family:
 
 
 def language_models() -> list[Family]:
-    """Every architecture behind `AutoModelForCausalLM`, and variants of some."""
+    """Every architecture of `AutoModelForCausalLM`, and variants of some."""
     families = _mapped(MODEL_FOR_CAUSAL_LM_MAPPING)
     known = {family.name: family for family in families}
     return families + [replace(known[family], name=name, changes=changes) for name, family, changes in VARIANTS]
 
 
 def vision_models() -> list[Family]:
-    """Every further architecture behind `AutoModelForImageTextToText`."""
+    """Every further architecture of `AutoModelForImageTextToText`."""
     known = {family.model_class: family.name for family in language_models()}
     families = [family for family in _mapped(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING) if family.model_class not in known]
     taken = set(known.values())

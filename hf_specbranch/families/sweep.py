@@ -108,7 +108,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 _INTRODUCTION = f"""
-Every architecture behind `AutoModelForCausalLM` and `AutoModelForImageTextToText` is built with a few small layers and
+Every architecture of `AutoModelForCausalLM` and `AutoModelForImageTextToText` is built with a few small layers and
 random weights in float32, with windows of 8 tokens. A copy with noise in its weights drafts for it. The policies
 "autoregressive", "vanilla" (with tree leaves) and "specbranch" then continue one prompt and a left-padded batch, past
 the windows, and prompts with images where the vision tower takes them in a form that the command knows. The tokens are
