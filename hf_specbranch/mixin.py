@@ -41,7 +41,7 @@ class Remembered:
     draft: PreTrainedModel | None = None
     head: Any = None
     said: set[str] = field(default_factory=set)  # why calls were left to transformers, where that was said
-    borrowed: int = 0  # calls under way for which the model is attached, where nobody else attached it
+    borrowed: int = 0  # calls under way for which the model is attached, where the user has not attached it
 
 
 # `generate()` takes some arguments by position; by name they are easier to look at.

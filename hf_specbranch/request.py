@@ -66,7 +66,7 @@ class MergedSettings:
         return next((name for name, value in given if value is not None and value is not False), "")
 
     def set_by_user(self, name: str, *more: GenerationConfig | None) -> Any:
-        """A setting that somebody has chosen, here or in `more` configs; None if nobody has.
+        """A setting that somebody has chosen, here or in `more` configs; None if it is unset.
 
         Unset values are None in a generation config. Pipelines of older transformers pass configs in which all of them
         are filled in; there a value that equals the default counts as unset.

@@ -17,7 +17,7 @@ from transformers.generation import GenerationMixin
 
 # What transformers gives a forward over tokens alone.
 USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-# What else the target's passes have of their own, or need not be told.
+# What else the target's passes have of their own, or do not need.
 OURS = USUAL_INPUTS | {
     "input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict", "cache_position",
     "next_sequence_length",

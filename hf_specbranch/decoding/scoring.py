@@ -119,7 +119,7 @@ class Guide:
     """Forks of the user's stateful processors, walking along one drafted line of one sequence.
 
     Each must see every prefix of its line once and in order, up to the first drafted end-of-sequence token: plain
-    `generate()` shows nobody a text that has ended.
+    `generate()` never shows a text that has ended.
 
     Args:
         processors: pointwise and prefix processors, and forks of the user's own.

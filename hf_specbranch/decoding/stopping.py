@@ -57,6 +57,6 @@ def fired(criterion: Any, text: Tensor, scores: Any) -> list[bool]:
 
     It may return a tensor of one value per row or a single bool for all rows, as `StoppingCriteriaList` combines them.
     """
-    nobody = torch.zeros(text.shape[0], dtype=torch.bool, device=text.device)
-    ends: list[bool] = (nobody | criterion(text, scores)).tolist()
+    none = torch.zeros(text.shape[0], dtype=torch.bool, device=text.device)
+    ends: list[bool] = (none | criterion(text, scores)).tolist()
     return ends

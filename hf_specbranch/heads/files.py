@@ -27,7 +27,7 @@ HASH = "weights_sha256"
 LARGEST_CONFIG = 2**20  # bytes
 LARGEST_HEADER = 2**22  # bytes of a safetensors header: the tensors' names, and the config once more
 MOST_WEIGHTS = 2**28
-REMEDY = "download it again, or save the head anew"
+REMEDY = "download it again, or save the head again"
 
 
 def save(head: LengthHead, folder: Path) -> Path:
