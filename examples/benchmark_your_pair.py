@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.simulate import predict, record_agreement
-from hf_specbranch.step_costs import measure_costs
+from hf_specbranch.planning.costs import measure_costs
+from hf_specbranch.planning.simulate import predict, record_agreement
 
 
 def load(target: str | None, draft: str | None):

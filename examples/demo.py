@@ -14,8 +14,8 @@ from transformers import TextStreamer
 from transformers.utils import logging
 
 from hf_specbranch import SpecBranchConfig, SpecBranchStats, load_demo_pair, specbranch
-from hf_specbranch.planner import choose, plans_within
-from hf_specbranch.simulate import StepCosts, predict, read_agreement
+from hf_specbranch.planning.chooser import choose, plans_within
+from hf_specbranch.planning.simulate import StepCosts, predict, read_agreement
 
 POLICIES = ("auto", "vanilla", "pearl", "specbranch")
 RATIO = 40  # a 68M draft beside a 7B target, both captured on a GPU

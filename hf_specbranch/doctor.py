@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .checks import check_model, check_pair
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
 from .mixin import specbranch
-from .planner import choose, described, plans_within
-from .runners.probe import mask_maker_for
-from .simulate import Agreement, predict
-from .step_costs import Inputs, Measurement, generations, measure_costs
-from .tune import Ranked, rank, record_all
+from .planning.chooser import choose, described, plans_within
+from .planning.costs import Inputs, Measurement, generations, measure_costs
+from .planning.simulate import Agreement, predict
+from .planning.tune import Ranked, rank, record_all
+from .runtime.mask_probe import mask_maker_for
+from .validation import check_model, check_pair
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory

@@ -15,20 +15,20 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from .adapters import draft_model, transformers_model
-from .checks import check_inputs, check_model, check_request, why_plain, why_refused
 from .config import SpecBranchConfig
 from .decoding.engine import Call, speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
-from .decoding.planning import forget
 from .decoding.policies import POLICIES
 from .fallback import FallBack
 from .heads.resolve import resolve_head
-from .padding import check_padded_batches
+from .padding_check import check_padded_batches
+from .planning.online import forget
 from .request import MergedSettings, Request, call_config, seeded_from
-from .runners.choose import release
+from .runtime.adapters import draft_model, transformers_model
+from .runtime.selection import release
 from .stats import SpecBranchStats
+from .validation import check_inputs, check_model, check_request, why_plain, why_refused
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 logger = logging.getLogger(__name__)

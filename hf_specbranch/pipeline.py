@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .adapters import draft_model, transformers_model
-from .checks import check_model, check_pair
 from .mixin import SpecBranchMixin, specbranch
+from .runtime.adapters import draft_model, transformers_model
+from .validation import check_model, check_pair
 
 TASK = "specbranch-text-generation"
 

@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
-from .walk import every_parameter
+from .runtime.module_walk import every_parameter
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # What makes transformers take its candidates from elsewhere, or accept them by another rule.

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from hf_specbranch.runners.desk import Desk
-from hf_specbranch.runners.eager import EagerRunner
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.static_buffers import Desk
 
 from .models import llama, noisy_copy
 

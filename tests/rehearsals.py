@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from hf_specbranch.kernels.rehearsal import Rehearsal, _rehearsal
+from hf_specbranch.kernels.parallel_build import Rehearsal, _rehearsal
 
 
 class BuildsNothing(Rehearsal):

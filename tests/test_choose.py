@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.runners import choose, graph
-from hf_specbranch.runners.choose import _is_watched, why_not_captured
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.graph import fingerprint, round_up
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runtime import cuda_graph, selection
+from hf_specbranch.runtime.cuda_graph import fingerprint, round_up
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.selection import _is_watched, why_not_captured
 
 from .models import attached, config, prompt
 
@@ -48,13 +48,13 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
 )
 def test_the_user_decides_whether_our_kernels_run(runtime, kernels, half, single, target, monkeypatch):
     """On a machine that seems to have a GPU; nothing is captured."""
-    monkeypatch.setattr(choose, "why_not_captured", lambda model: "")
-    monkeypatch.setattr(graph, "why_it_asks", lambda *_: "")
+    monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
+    monkeypatch.setattr(cuda_graph, "why_it_asks", lambda *_: "")
     for dtype, layers in ((torch.bfloat16, half), (torch.float32, single)):
         model = copy.deepcopy(target).to(dtype)
-        with choose.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
+        with selection.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
             assert runner.layers == layers and runner.runtime == runtime
-        graph.drop(model)
+        cuda_graph.drop(model)
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 2048)])
@@ -90,37 +90,37 @@ def test_the_fingerprint_notices_attention_and_precision(target):
 def test_a_runner_waits_for_the_models_next_generation(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
-    first = graph.take(model, masks, rows=1)
+    first = cuda_graph.take(model, masks, rows=1)
     first.prefill(prompt()["input_ids"], torch.arange(7)[None], None)
-    graph.give_back(first, rows=1)
-    again = graph.take(model, masks, rows=1)
+    cuda_graph.give_back(first, rows=1)
+    again = cuda_graph.take(model, masks, rows=1)
     assert again is first and again.model is model
     assert again.cache.get_seq_length() == 0  # nothing of the last text is left to see
-    graph.give_back(again, rows=1)
-    assert graph.take(model, masks, rows=2) is not first
+    cuda_graph.give_back(again, rows=1)
+    assert cuda_graph.take(model, masks, rows=2) is not first
 
 
 def test_a_runner_whose_model_has_changed_is_not_used_again(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
-    runner = graph.take(model, masks, rows=1)
-    graph.give_back(runner, rows=1)
+    runner = cuda_graph.take(model, masks, rows=1)
+    cuda_graph.give_back(runner, rows=1)
     model.to(torch.float64)
-    assert graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
+    assert cuda_graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
 
 
 def test_what_is_kept_goes_with_the_model_or_on_request(target):
     for goes in (True, False):
         model = copy.deepcopy(target)
-        graph.give_back(graph.take(model, mask_maker_for(model, "target"), rows=1), rows=1)
-        kept = len(graph._IDLE)
+        cuda_graph.give_back(cuda_graph.take(model, mask_maker_for(model, "target"), rows=1), rows=1)
+        kept = len(cuda_graph._IDLE)
         if goes:
             del model
             gc.collect()
         else:
             attached_model = specbranch(model)
             attached_model.detach_specbranch()
-        assert len(graph._IDLE) == kept - 1
+        assert len(cuda_graph._IDLE) == kept - 1
 
 
 @pytest.mark.parametrize(("waits", "modes"), [("never", 1), ("once", 3), ("always", 3)])
@@ -139,7 +139,7 @@ def test_a_model_that_waits_once_is_asked_again(waits, modes, target, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     monkeypatch.setattr(EagerRunner, "forward", forward)
-    reason = graph.why_it_asks(model, masks)
+    reason = cuda_graph.why_it_asks(model, masks)
     assert asked == ["error", "default", "error"][:modes] and mode[-1] == "default"
     assert bool(reason) == (waits == "always") == ("runs eagerly" in caplog.text)
-    assert graph.why_it_asks(model, masks) == reason and len(asked) == modes
+    assert cuda_graph.why_it_asks(model, masks) == reason and len(asked) == modes

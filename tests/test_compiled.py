@@ -17,19 +17,19 @@ import torch
 import transformers as tf
 
 from hf_specbranch.kernels import fused, interface
-from hf_specbranch.kernels.asked import own_attention
-from hf_specbranch.runners import compiled
-from hf_specbranch.runners.compiled import FOLDER, compiled_layers, decoder_layers, lasting_folder
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.probe import mask_maker_for
-from hf_specbranch.runners.slots import SlotCache
+from hf_specbranch.kernels.attention_override import own_attention
+from hf_specbranch.runtime import compiled
+from hf_specbranch.runtime.compiled import FOLDER, compiled_layers, decoder_layers, lasting_folder
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.kv_cache import SlotCache
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, make
 from .models import attached
 
 PROMPT = 20
 TRACED, BUILT = "aot_eager", "inductor"  # the second builds kernels, which takes long on a CPU
-LOG = "hf_specbranch.runners.compiled"
+LOG = "hf_specbranch.runtime.compiled"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,7 +178,7 @@ def test_every_layer_of_every_family_is_found(family):
 def test_kernels_are_kept_where_the_user_says_or_beside_the_hugging_face_cache(monkeypatch, tmp_path):
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setattr("hf_specbranch.runners.compiled.HF_HOME", str(tmp_path))
+    monkeypatch.setattr("hf_specbranch.runtime.compiled.HF_HOME", str(tmp_path))
     monkeypatch.setenv(FOLDER, "/chosen/by/the/user")
     assert lasting_folder() is None
     ours = tmp_path / "hf_specbranch" / "inductor"
@@ -186,7 +186,7 @@ def test_kernels_are_kept_where_the_user_says_or_beside_the_hugging_face_cache(m
     assert lasting_folder() == ours
     monkeypatch.delenv(FOLDER)
     assert lasting_folder() == ours
-    monkeypatch.setattr("hf_specbranch.runners.compiled.HF_HOME", os.devnull)
+    monkeypatch.setattr("hf_specbranch.runtime.compiled.HF_HOME", os.devnull)
     assert lasting_folder() is None
 
 

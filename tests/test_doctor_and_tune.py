@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.cli import app
 from hf_specbranch.doctor import FAILED, check_everything, examine
-from hf_specbranch.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
-from hf_specbranch.step_costs import TimedRounds, fit_costs
-from hf_specbranch.tune import POLICIES, rank, tune, tuning_generations
+from hf_specbranch.planning.costs import TimedRounds, fit_costs
+from hf_specbranch.planning.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
+from hf_specbranch.planning.tune import POLICIES, rank, tune, tuning_generations
 
 from .models import VOCABULARY, attached, llama, prompt
 from .tokens import letter_tokenizer

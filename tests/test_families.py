@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, VOCABULARY, make
 from .models import attached, prompt

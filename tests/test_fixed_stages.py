@@ -7,12 +7,12 @@ from transformers import LogitsProcessor
 from hf_specbranch import SpeculationHook, load_demo_pair
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.fixed_scoring import has_fixed_form
-from hf_specbranch.runners.desk import Desk
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.mail import Inbox
-from hf_specbranch.runners.placement import Beside
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.decoding.static_scoring import has_fixed_form
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.host_copies import Inbox
+from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.overlap import Beside
+from hf_specbranch.runtime.static_buffers import Desk
 from hf_specbranch.stats import SpecBranchStats
 
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt

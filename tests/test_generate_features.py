@@ -369,7 +369,7 @@ def test_inference_mode_is_inherited(overlap, target, model, draft):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_autocast_is_inherited(overlap, target, draft, monkeypatch):
-    from hf_specbranch.decoding.judge import Judge
+    from hf_specbranch.decoding.verifier import Judge
 
     seen, judge = [], Judge.__call__
 

@@ -8,12 +8,12 @@ from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.kernels import interface, rehearsal
+from hf_specbranch.kernels import interface, parallel_build
 from hf_specbranch.kernels.attention import attend
-from hf_specbranch.kernels.rehearsal import Rehearsal
-from hf_specbranch.runners.compiled import compiled_layers
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.kernels.parallel_build import Rehearsal
+from hf_specbranch.runtime.compiled import compiled_layers
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, make
 from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -113,8 +113,8 @@ def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
     build = Rehearsal.build
     for cold in (False, True):
         met.clear()
-        monkeypatch.setattr(rehearsal, "_cold", [True] if cold else [])
-        monkeypatch.setattr(rehearsal, "LONG", 60.0)  # whatever is built within that was on disk
+        monkeypatch.setattr(parallel_build, "_cold", [True] if cold else [])
+        monkeypatch.setattr(parallel_build, "LONG", 60.0)  # whatever is built within that was on disk
         # What is built aside is no model's.
         monkeypatch.setattr(
             Rehearsal, "build", lambda self, *args: (self.tells and met.append(args[0]), build(self, *args))
@@ -165,7 +165,7 @@ def test_every_family_runs_under_graphs_or_falls_back(family):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypatch):
     from hf_specbranch.decoding import engine
-    from hf_specbranch.runners.mail import Inbox
+    from hf_specbranch.runtime.host_copies import Inbox
 
     model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
     kwargs = {**to_gpu(prompt()), "max_new_tokens": 40, "do_sample": False, "assistant_model": draft}

@@ -12,7 +12,7 @@ from hf_specbranch.decoding.hooks import (
     ThreeWay,
     TopKBranches,
 )
-from hf_specbranch.runners.placement import shared_time
+from hf_specbranch.runtime.overlap import shared_time
 
 from .models import attached, config, prompt
 

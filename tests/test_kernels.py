@@ -31,16 +31,16 @@ from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
+from hf_specbranch.kernels.graph_split import cutting
 from hf_specbranch.kernels.linear import BLOCK, PLANS, Parts, Plan, fits, linear, linear_in_parts, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
-from hf_specbranch.kernels.pieces import cutting
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
 from hf_specbranch.kernels.storage import joined
-from hf_specbranch.runners.slots import SlotCache
+from hf_specbranch.runtime.kv_cache import SlotCache
 
 from .families import FAMILIES, make
 
-choosing = importlib.import_module("hf_specbranch.kernels.choose")
+choosing = importlib.import_module("hf_specbranch.kernels.autotune")
 fusing = importlib.import_module("hf_specbranch.kernels.fuse")
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

@@ -16,8 +16,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import NAMED_SHAPES
 from hf_specbranch.decoding import assembly as assembly_module
-from hf_specbranch.decoding import planning
-from hf_specbranch.planner import (
+from hf_specbranch.planning import online
+from hf_specbranch.planning.chooser import (
     MOST_HIDDEN,
     SURELY_BETTER,
     Stretch,
@@ -27,9 +27,9 @@ from hf_specbranch.planner import (
     prices,
     usual_costs,
 )
-from hf_specbranch.runners.desk import CapturedDesk
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
+from hf_specbranch.planning.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.static_buffers import CapturedDesk
 from hf_specbranch.stats import Sum
 
 from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
@@ -53,9 +53,9 @@ def at_random(monkeypatch):
         dice = random.Random(len(self.plans))
         while True:
             plan = dice.choice(self.plans)
-            yield planning.Leg(plan, dice.randint(1, 3), dice.random() < 0.5)
+            yield online.Leg(plan, dice.randint(1, 3), dice.random() < 0.5)
 
-    monkeypatch.setattr(planning.Planner, "legs", legs)
+    monkeypatch.setattr(online.Planner, "legs", legs)
 
 
 class KeptDesk(CapturedDesk):
@@ -87,9 +87,9 @@ def in_turn(monkeypatch):
     def follow(*plans):
         def legs(self):
             for plan in itertools.cycle(plans):
-                yield planning.Leg(plan, 1, False)
+                yield online.Leg(plan, 1, False)
 
-        monkeypatch.setattr(planning.Planner, "legs", legs)
+        monkeypatch.setattr(online.Planner, "legs", legs)
         monkeypatch.setattr(assembly_module, "plans_within", lambda *_: list(plans))
 
     return follow
@@ -270,8 +270,8 @@ def test_passes_are_priced_between_the_widths_that_were_timed():
 
 
 def test_a_surprise_is_thought_over_and_remembered():
-    known, plans = planning.Knowledge(), every_plan()
-    planner = planning.Planner(plans, True, "here", known, None, lambda: [NEVER], lambda: 10)
+    known, plans = online.Knowledge(), every_plan()
+    planner = online.Planner(plans, True, "here", known, None, lambda: [NEVER], lambda: 10)
     legs, leg = until_chosen(planner, NEVER)
     assert leg.plan.policy == "autoregressive"
     planner.agreements = lambda: [ALWAYS] * 4
@@ -284,11 +284,11 @@ def test_a_surprise_is_thought_over_and_remembered():
 
 
 def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
-    known, plans = planning.Knowledge(), every_plan()
+    known, plans = online.Knowledge(), every_plan()
     thoughts = []
     for generation in range(40):
         ask = partial(lambda now: thoughts.append(now) or [NEVER], generation)
-        planner = planning.Planner(plans, True, "here", known, None, ask, lambda: 10)
+        planner = online.Planner(plans, True, "here", known, None, ask, lambda: 10)
         legs, leg = until_chosen(planner, NEVER)
         planner.end(leg, priced(leg, NEVER))
     assert sorted(set(thoughts)) == [*range(5), 8, 16, 32]  # the first choice, then after these
@@ -296,10 +296,10 @@ def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
 
 def test_each_of_the_last_texts_counts_once():
     """However often it was thought over, and though stages were captured in its last rounds."""
-    known, plans, texts = planning.Knowledge(), every_plan(), recordings("good")
+    known, plans, texts = online.Knowledge(), every_plan(), recordings("good")
     for text in texts[:3]:
         half = from_token(text, 0, 40)
-        planner = planning.Planner(plans, True, "here", known, None, partial(list, [half]), lambda: 10)
+        planner = online.Planner(plans, True, "here", known, None, partial(list, [half]), lambda: 10)
         _, leg = until_chosen(planner, text)
         planner.agreements = partial(list, [text])
         planner.end(leg, priced(leg, text)._replace(disturbed=True))
@@ -308,10 +308,10 @@ def test_each_of_the_last_texts_counts_once():
 
 
 def test_texts_that_are_generated_at_once_are_told_apart():
-    known, plans = planning.Knowledge(), every_plan()
+    known, plans = online.Knowledge(), every_plan()
     under_way = []
     for text in (ALWAYS, NEVER):
-        planner = planning.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
+        planner = online.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
         under_way.append((planner, until_chosen(planner, text)[1], text))
     for planner, leg, text in under_way:
         planner.end(leg, priced(leg, text))
@@ -319,7 +319,7 @@ def test_texts_that_are_generated_at_once_are_told_apart():
 
 
 def test_only_the_last_texts_are_remembered_whoever_adds_to_them():
-    texts = planning.Texts(most=3)
+    texts = online.Texts(most=3)
     names = [texts.begin() for _ in range(40)]
     with ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(lambda name: texts.remember(name, [name]), names))
@@ -328,18 +328,18 @@ def test_only_the_last_texts_are_remembered_whoever_adds_to_them():
 
 
 def test_drawn_texts_teach_nothing_and_do_not_count():
-    known, plans = planning.Knowledge(), every_plan()
+    known, plans = online.Knowledge(), every_plan()
     for _ in range(9):
-        planner = planning.Planner(plans, True, "here", known, CHEAP_DRAFT, lambda: [NEVER], lambda: 10)
+        planner = online.Planner(plans, True, "here", known, CHEAP_DRAFT, lambda: [NEVER], lambda: 10)
         leg = next(planner.legs())
         planner.end(leg, priced(leg, NEVER))
-    assert known == planning.Knowledge(texts=known.texts) and known.texts.remember(-1, []) == []
+    assert known == online.Knowledge(texts=known.texts) and known.texts.remember(-1, []) == []
 
 
 def test_texts_may_differ_without_a_change_of_plan():
     """A round that takes what it should and gains somewhat less or more is no reason to think."""
-    known, plans = planning.Knowledge(), every_plan()
-    planner = planning.Planner(plans, True, "here", known, None, lambda: [ALWAYS], lambda: 10)
+    known, plans = online.Knowledge(), every_plan()
+    planner = online.Planner(plans, True, "here", known, None, lambda: [ALWAYS], lambda: 10)
     legs, leg = until_chosen(planner, ALWAYS)
     planner.agreements = lambda: pytest.fail("it was thought over")
     took = priced(leg, ALWAYS)
@@ -405,7 +405,7 @@ def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(size
 
 def test_a_sampled_text_begins_with_what_suits_an_ordinary_draft_and_changes_only_for_much_more():
     costs, plans = usual_costs(of_size("7b"), of_size("68m"), captured=True), [PAPER, *every_plan()]
-    planner = planning.Planner(plans, True, "here", planning.Knowledge(), costs, list, lambda: 10)
+    planner = online.Planner(plans, True, "here", online.Knowledge(), costs, list, lambda: 10)
     legs = planner.legs()
     first = next(legs).plan
     assert first == choose(plans, [ordinary_text(5)], costs, True).plan != PAPER
@@ -461,7 +461,7 @@ def seconds_of_a_text(text, costs, known):
     done, seconds = 0, 0.0
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     most, seen = max(costs.hidden, MOST_HIDDEN), lambda: [from_token(text, 0, done)] if done > 15 else []
-    planner = planning.Planner(plans, True, "here", known, None, seen, lambda: 10, most)
+    planner = online.Planner(plans, True, "here", known, None, seen, lambda: 10, most)
     legs = planner.legs()
     leg = next(legs)
     while True:
@@ -485,7 +485,7 @@ def seconds_of_a_text(text, costs, known):
 )
 def test_once_it_knows_a_pair_it_is_close_to_the_best_plan(costs, which):
     """In made-up time, at prices that do not scatter: within a twentieth of the best over the same texts."""
-    texts, known = recordings(which), planning.Knowledge()
+    texts, known = recordings(which), online.Knowledge()
     for text in texts * 2:
         seconds_of_a_text(text, costs, known)
     taken = sum(seconds_of_a_text(text, costs, known) for text in texts)
@@ -495,12 +495,12 @@ def test_once_it_knows_a_pair_it_is_close_to_the_best_plan(costs, which):
 
 def test_a_plan_is_chosen_by_the_end_of_the_first_text():
     """If all was measured meanwhile: the next text begins with it."""
-    costs, known = StepCosts(0.0042, 1e-5, 8.5e-5, 3e-6, hidden=0.6, waiting=3e-4), planning.Knowledge()
+    costs, known = StepCosts(0.0042, 1e-5, 8.5e-5, 3e-6, hidden=0.6, waiting=3e-4), online.Knowledge()
     first, second = recordings("good")[:2]
     long = Agreement(first.confidence * 2, first.rank * 2, 5, first.chances * 2)
     seconds_of_a_text(long, costs, known)
     assert len(known.choices) == 1 and known.generations == 1
-    assert seconds_of_a_text(second, costs, known) < seconds_of_a_text(second, costs, planning.Knowledge())
+    assert seconds_of_a_text(second, costs, known) < seconds_of_a_text(second, costs, online.Knowledge())
 
 
 def test_on_two_gpus_it_beats_the_method_of_the_paper():
@@ -533,7 +533,7 @@ def test_legs_add_up_and_say_what_was_predicted(target, draft):
 
 
 def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(monkeypatch, target, draft):
-    monkeypatch.setattr(planning, "SHORTEST", 64)
+    monkeypatch.setattr(online, "SHORTEST", 64)
     model = attached(target)
 
     def explored(length, new):
@@ -543,23 +543,23 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
 
     # Three plans, two legs each, of which the second is timed; after the fourth generation one again. Drafting beside
     # the target is timed too if these times say that it could pay.
-    monkeypatch.setattr(planning, "may_be_better", lambda *_: False)
+    monkeypatch.setattr(online, "may_be_better", lambda *_: False)
     assert [explored(7, 100) for _ in range(5)] == [6, 0, 0, 0, 2]
-    monkeypatch.setattr(planning, "may_be_better", lambda *_: True)
+    monkeypatch.setattr(online, "may_be_better", lambda *_: True)
     assert explored(130, 100) == 10
     model.detach_specbranch()
-    assert not planning._KNOWN.get(model)
+    assert not online._KNOWN.get(model)
 
 
 def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
-    planner = planning.Planner(plans, True, "here", planning.Knowledge(), None, lambda: [ALWAYS], lambda: 10)
+    planner = online.Planner(plans, True, "here", online.Knowledge(), None, lambda: [ALWAYS], lambda: 10)
     two_gpus = StepCosts(0.004, 0.0, 4e-4, 0.0, hidden=1.0)
     legs, leg = until_chosen(planner, ALWAYS, two_gpus)
     assert leg.overlap
     planner.context = lambda: 5000
     leg = legs.send(priced(leg, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
-    assert leg.predicted is None and leg.rounds == planning.WARM_UP
+    assert leg.predicted is None and leg.rounds == online.WARM_UP
 
 
 @pytest.mark.parametrize(("hidden", "step", "tried"), [(0.4, 8.5e-5, False), (1.0, 4e-4, True)], ids=["one GPU", "two"])
@@ -567,7 +567,7 @@ def test_drafting_beside_the_target_is_timed_only_where_it_could_pay(hidden, ste
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     text = recordings("good")[0]
     most = 1.0 if tried else MOST_HIDDEN
-    planner = planning.Planner(plans, True, "here", planning.Knowledge(), None, lambda: [text], lambda: 10, most)
+    planner = online.Planner(plans, True, "here", online.Knowledge(), None, lambda: [text], lambda: 10, most)
     costs = StepCosts(0.0041, 1e-5, step, 3e-6, hidden=hidden)
     _, leg = until_chosen(planner, text, costs)
     assert any(overlap for _, overlap in planner.timed) == tried == leg.overlap

@@ -5,8 +5,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, StoppingCriteria
 
 from hf_specbranch import SpecBranchConfig
-from hf_specbranch.agreement import read_agreement
-from hf_specbranch.runners.positions import learned_positions
+from hf_specbranch.planning.agreement import read_agreement
+from hf_specbranch.runtime.positions import learned_positions
 
 from .families import make
 from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy

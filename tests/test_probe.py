@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .models import attached, llama, noisy_copy, prompt
 

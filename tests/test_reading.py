@@ -8,14 +8,14 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.decoding import assembly as assembly_module
-from hf_specbranch.decoding import reading
 from hf_specbranch.decoding import target as target_module
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.target import Target
-from hf_specbranch.runners.choose import ASIDE
-from hf_specbranch.runners.eager import EagerRunner, round_up
-from hf_specbranch.runners.graph import MOST_QUERIES
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runtime import prefill
+from hf_specbranch.runtime.cuda_graph import MOST_QUERIES
+from hf_specbranch.runtime.eager import EagerRunner, round_up
+from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.selection import ASIDE
 
 from . import sampling
 from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
@@ -34,8 +34,8 @@ def fixed_stages(fixed_stages, monkeypatch):
 @pytest.fixture
 def read(monkeypatch, fixed_stages):
     """The lengths of prompts that a target has read so (with shorter steps than usual), as they come."""
-    monkeypatch.setattr(reading, "STEP", 64)
-    monkeypatch.setattr(reading, "MOST", 512)
+    monkeypatch.setattr(prefill, "STEP", 64)
+    monkeypatch.setattr(prefill, "MOST", 512)
     lengths, original = [], target_module.read_at_once
 
     def look_on(runner, tokens, positions):
@@ -69,7 +69,7 @@ def sharpened(model):
 
 
 def test_such_passes_are_captured_and_have_room():
-    assert reading.MOST <= MOST_QUERIES and reading.MOST % reading.STEP == 0 and reading.STEP <= ASIDE
+    assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= ASIDE
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])
@@ -162,14 +162,14 @@ def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-    reading.read_at_once(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
+    prefill.read_at_once(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
     other = tokens(length)
-    assert reading.can_read_aside(runner, other, used=448) and not reading.can_read_aside(runner, other, used=449)
-    assert not reading.can_read_aside(runner, tokens(65), used=0)
+    assert prefill.can_read_aside(runner, other, used=448) and not prefill.can_read_aside(runner, other, used=449)
+    assert not prefill.can_read_aside(runner, tokens(65), used=0)
     with torch.no_grad():
-        torch.testing.assert_close(reading.read_aside(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(prefill.read_aside(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
 
 
@@ -190,7 +190,7 @@ def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_sta
     monkeypatch.setattr(Assembly, "agreements", look_on)
     aside = []
     monkeypatch.setattr(
-        assembly_module, "read_aside", lambda runner, text: (aside.append(text), reading.read_aside(runner, text))[1]
+        assembly_module, "read_aside", lambda runner, text: (aside.append(text), prefill.read_aside(runner, text))[1]
     )
     kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
@@ -198,7 +198,7 @@ def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_sta
 
 
 def test_samples_follow_the_targets_distribution(read, monkeypatch):
-    monkeypatch.setattr(reading, "MOST", 64 * sampling.ROWS)
+    monkeypatch.setattr(prefill, "MOST", 64 * sampling.ROWS)
     model, _ = sampling_pair()
     settings = config(gamma=2, k=3, epsilon=0.2, draft_sampling="sample", max_outcomes=3, runners_up=3)
     assert p_value(draw(settings, samples=3_000), exact_distribution(model)) > SMALLEST_P
@@ -306,5 +306,5 @@ def test_a_prompt_is_read_with_one_replay(policy, pair, monkeypatch):
             settings = config(policy, runtime="graph", kernels=kernels)
             got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
             assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
-        pieces = 2 if kernels else 1  # see kernels/pieces.py
+        pieces = 2 if kernels else 1  # see kernels/graph_split.py
         assert counts == [pieces] * 5

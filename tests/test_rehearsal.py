@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_specbranch.kernels import can_rehearse, fuse, fused, rehearsal, rehearse
+from hf_specbranch.kernels import can_rehearse, fuse, fused, parallel_build, rehearse
 from hf_specbranch.kernels.fuse import _RECIPES
-from hf_specbranch.kernels.rehearsal import Kernel, Rehearsal, rehearse_aside, rehearsing, room
-from hf_specbranch.kernels.trial import Call, agreeing
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.graph import GraphRunner
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.kernels.module_check import Call, agreeing
+from hf_specbranch.kernels.parallel_build import Kernel, Rehearsal, rehearse_aside, rehearsing, room
+from hf_specbranch.runtime.cuda_graph import GraphRunner
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import make
 from .rehearsals import in_rehearsal
@@ -54,7 +54,7 @@ def test_arguments_that_triton_does_not_tell_apart_share_a_build():
 
 
 def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_cold", [True])
+    monkeypatch.setattr(parallel_build, "_cold", [True])
 
     def fail(error):
         raise error
@@ -64,7 +64,7 @@ def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch
         with pytest.raises(error):
             rehearse(lambda error=error: fail(error()), GPU)
     assert not rehearsing()
-    monkeypatch.setattr(rehearsal, "_cold", [False])
+    monkeypatch.setattr(parallel_build, "_cold", [False])
     rehearse(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
 
 
@@ -75,14 +75,14 @@ class Jitted:
 @pytest.fixture
 def new_process(monkeypatch):
     """Nothing was built yet."""
-    monkeypatch.setattr(rehearsal, "_cold", [])
-    monkeypatch.setattr(rehearsal, "_aside", [])
-    monkeypatch.setattr(rehearsal, "_set_up", threading.Event())
+    monkeypatch.setattr(parallel_build, "_cold", [])
+    monkeypatch.setattr(parallel_build, "_aside", [])
+    monkeypatch.setattr(parallel_build, "_set_up", threading.Event())
 
 
 def until_told():
     """As a kernel is built that is not on disk: for longer than anyone waits to see whether it is."""
-    while not rehearsal._cold:
+    while not parallel_build._cold:
         time.sleep(0.01)
 
 
@@ -90,7 +90,7 @@ def until_told():
 def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeypatch, caplog):
     """And not where they are found on disk: then the rehearsal ends with the second."""
     met, kernels = [], [Kernel(Jitted()) for _ in range(4)]
-    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
+    monkeypatch.setattr(parallel_build, "LONG", 0.05 if cold else 10)
     monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: cold and kernel is kernels[1] and until_told())
 
     def stage():
@@ -100,7 +100,7 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
 
     for _ in range(2):
         rehearse(stage, GPU)
-    assert rehearsal._cold == [cold]
+    assert parallel_build._cold == [cold]
     assert [record.message for record in caplog.records if "builds its GPU kernels" in record.message] == (
         ["hf_specbranch builds its GPU kernels: some seconds, once on this machine"] if cold else []
     )
@@ -109,7 +109,7 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
 
 def test_a_trial_does_not_take_the_end_of_a_rehearsal_for_a_failure(new_process, monkeypatch):
     setting_up, own, met = Kernel(Jitted()), Kernel(Jitted()), []
-    monkeypatch.setattr(rehearsal, "LONG", 10)
+    monkeypatch.setattr(parallel_build, "LONG", 10)
     monkeypatch.setattr(Rehearsal, "_build", lambda *_: None)
     x, modules = torch.ones(1, 2), [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
 
@@ -129,7 +129,7 @@ def test_a_trial_does_not_take_the_end_of_a_rehearsal_for_a_failure(new_process,
 @pytest.mark.parametrize("cold", [True, False])
 def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold, new_process, monkeypatch):
     """What every model needs may be on disk and what this one needs not."""
-    monkeypatch.setattr(rehearsal, "LONG", 0.05 if cold else 10)
+    monkeypatch.setattr(parallel_build, "LONG", 0.05 if cold else 10)
     order, may_build = [], threading.Event()
     setting_up, own, another = (Kernel(Jitted()) for _ in range(3))
 
@@ -155,7 +155,7 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
     threading.Timer(0.05, may_build.set).start()
     rehearse(stage, GPU)
     assert order[:2] == [setting_up, "begun"]
-    assert set(order[2:]) == ({own, another} if cold else {own}) and rehearsal._cold == [cold]
+    assert set(order[2:]) == ({own, another} if cold else {own}) and parallel_build._cold == [cold]
 
 
 def test_a_further_model_may_need_kernels_that_are_not_on_disk(new_process, monkeypatch):
@@ -163,9 +163,9 @@ def test_a_further_model_may_need_kernels_that_are_not_on_disk(new_process, monk
     monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: kernel is another and until_told())
 
     def told(kernels, new_model, long):
-        monkeypatch.setattr(rehearsal, "LONG", long)
+        monkeypatch.setattr(parallel_build, "LONG", long)
         rehearse(lambda: [kernel[(1,)]() for kernel in kernels], GPU, new_model)
-        return list(rehearsal._cold)
+        return list(parallel_build._cold)
 
     assert told([setting_up, own], new_model=True, long=10) == [False]
     assert told([another], new_model=False, long=0.05) == [False]

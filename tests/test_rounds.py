@@ -19,31 +19,32 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_specbranch import SpecBranchStats, SpeculationHook
+from hf_specbranch.decoding.acceptance import NO_TOKEN, NONE, judge_choices, judge_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
 from hf_specbranch.decoding.drafter import Drafter, NoDrafter, put_first
-from hf_specbranch.decoding.foresight import Foresight
 from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, ThreeWay, TopKBranches
-from hf_specbranch.decoding.judge import Judge
-from hf_specbranch.decoding.line import Line
+from hf_specbranch.decoding.likely_rejections import Foresight
+from hf_specbranch.decoding.pending_draft import Line
 from hf_specbranch.decoding.policies import POLICIES
 from hf_specbranch.decoding.quick_drafter import QuickDrafter, is_plain
 from hf_specbranch.decoding.quick_judge import QuickJudge
 from hf_specbranch.decoding.quick_target import QuickTarget
-from hf_specbranch.decoding.records import Branches, Chain, Feedback, Leaves, Report
+from hf_specbranch.decoding.state import Branches, Chain, Feedback, Leaves, Report
 from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Text
-from hf_specbranch.decoding.verify import NO_TOKEN, NONE, judge_choices, judge_samples
+from hf_specbranch.decoding.verifier import Judge
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.prepare import _kernels_of_every_model
-from hf_specbranch.kernels.rehearsal import rehearsing
-from hf_specbranch.kernels.rounds import memory, tips
-from hf_specbranch.runners.base import Step
-from hf_specbranch.runners.desk import Desk
-from hf_specbranch.runners.eager import SMALLEST, EagerRunner
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.kernels.parallel_build import rehearsing
+from hf_specbranch.kernels.rounds import inputs as tips
+from hf_specbranch.kernels.rounds import memory
+from hf_specbranch.kernels.warm_up import _kernels_of_every_model
+from hf_specbranch.runtime.base import Step
+from hf_specbranch.runtime.eager import SMALLEST, EagerRunner
+from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.static_buffers import Desk
 
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
 from .rehearsals import in_rehearsal

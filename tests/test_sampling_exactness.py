@@ -6,9 +6,9 @@ import torch
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from hf_specbranch import SpeculationHook
+from hf_specbranch.decoding import acceptance
 from hf_specbranch.decoding import drafter as drafter_module
-from hf_specbranch.decoding import judge as judge_module
-from hf_specbranch.decoding import verify
+from hf_specbranch.decoding import verifier as judge_module
 
 from .models import config
 from .sampling import SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
@@ -54,7 +54,7 @@ def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
     def most_likely(self, verdict, logits, chain):
         bonus = honest(self, verdict, logits, chain)
         choices = logits.argmax(-1)
-        return verify.look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at) if chain.leaves else bonus
+        return acceptance.look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at) if chain.leaves else bonus
 
     monkeypatch.setattr(judge_module.Judge, "look_further", most_likely)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.0, runners_up=4), samples=20_000)
@@ -149,7 +149,7 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
         rest[..., -1] += 1 - rest.sum(-1)  # where inverse sampling ends up when the sum falls short of 1
         return rest
 
-    monkeypatch.setattr(verify, "residual", unnormalised)
+    monkeypatch.setattr(acceptance, "residual", unnormalised)
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
 
 
@@ -165,7 +165,7 @@ def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting
         best = at_point.gather(1, branches.tokens).masked_fill(~there, float("-inf")).argmax(1)
         forked = (verdict.accepted == chain.length) & (there.sum(1) > 1)
         token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], verdict.token)
-        return verify.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
+        return acceptance.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
 
     monkeypatch.setattr(judge_module.Judge, "verdict", greedy_at_the_fork)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))

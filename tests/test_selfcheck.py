@@ -10,8 +10,8 @@ import transformers as tf
 from hf_specbranch.kernels import fuse, fused
 from hf_specbranch.kernels.forwards import NormForward
 from hf_specbranch.kernels.norm import LAYER_NORM, WIDE
-from hf_specbranch.runners import graph, selfcheck
-from hf_specbranch.runners.probe import mask_maker_for
+from hf_specbranch.runtime import cuda_graph, self_check
+from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, make
 
@@ -46,7 +46,7 @@ def wide(dtype):
 
 
 def chosen(model):
-    return graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
+    return cuda_graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
 
 
 @pytest.mark.compat
@@ -101,7 +101,7 @@ def plant(fault, monkeypatch):
         with fused(model), fault(model):
             yield model
 
-    monkeypatch.setattr(selfcheck, "fused", faulty)
+    monkeypatch.setattr(self_check, "fused", faulty)
 
 
 QUICK, SLOW = list(FAULTS)[:3], list(FAULTS)[3:]

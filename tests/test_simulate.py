@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench.prompts import python_prompts
-from hf_specbranch.simulate import (
+from hf_specbranch.planning.simulate import (
     ABSENT,
     Agreement,
     Round,

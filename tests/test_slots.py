@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_specbranch.runners.eager import EagerRunner
-from hf_specbranch.runners.slots import BUCKET, SlotCache
+from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.kv_cache import BUCKET, SlotCache
 
 from .models import attached, config, llama, prompt
 

@@ -14,7 +14,7 @@ from hf_specbranch.cli import app, main
 from hf_specbranch.timeline import chrome_trace, record
 from hf_specbranch.timeline.record import as_if_captured, token_texts
 from hf_specbranch.timeline.recording import BRANCHES, DRAFT, TARGET, Block, Recording
-from hf_specbranch.timeline.waiting import Wait, plain_waits, recorded_waits
+from hf_specbranch.timeline.waits import Wait, plain_waits, recorded_waits
 
 PROMPT = "def add(a, b):"
 WAYS = {

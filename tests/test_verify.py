@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from hf_specbranch.decoding.verify import NONE, acceptance, judge_choices, judge_samples, residual
+from hf_specbranch.decoding.acceptance import NONE, acceptance, judge_choices, judge_samples, residual
 
 
 def distributions(size=5):

@@ -1,9 +1,9 @@
-"""What `walk.py` finds is what torch finds."""
+"""What `runtime/module_walk.py` finds is what torch finds."""
 
 import pytest
 from torch import nn
 
-from hf_specbranch.walk import every_buffer, every_module, every_parameter
+from hf_specbranch.runtime.module_walk import every_buffer, every_module, every_parameter
 
 from .families import make
 

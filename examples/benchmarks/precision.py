@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hf_specbranch.kernels import fuse, fused
-from hf_specbranch.runners.choose import release, runner_for
-from hf_specbranch.runners.probe import mask_maker_for
-from hf_specbranch.runners.selfcheck import compare
+from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.selection import release, runner_for
+from hf_specbranch.runtime.self_check import compare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from real_shapes import CONFIGS, build  # noqa: E402

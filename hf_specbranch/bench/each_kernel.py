@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.angles import angles, angles_reference
 from ..kernels.attention import attend
-from ..kernels.choose import choose
+from ..kernels.autotune import choose
 from ..kernels.gated import gated, gated_product, gated_reference
 from ..kernels.linear import linear_in_parts
 from ..kernels.norm import rms_norm, rms_norm_reference

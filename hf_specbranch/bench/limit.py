@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..runners.choose import runner_for
+from ..runtime.selection import runner_for
 
 BRANCHES = (1, 4)  # of a draft step
 STEPS = (2, 6)  # of stages whose difference tells what a step takes

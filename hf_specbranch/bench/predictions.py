@@ -12,8 +12,8 @@ import torch
 
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
-from ..simulate import Agreement, Round, StepCosts, read_agreement, replay, settled
-from ..step_costs import TimedRounds, fit_costs, was_captured
+from ..planning.costs import TimedRounds, fit_costs, was_captured
+from ..planning.simulate import Agreement, Round, StepCosts, read_agreement, replay, settled
 from .findings import Measurement
 from .measure import Benchmark
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..runners.choose import release
+from ..runtime.selection import release
 from ..stats import SpecBranchStats
 from .ways import Pair, Way
 

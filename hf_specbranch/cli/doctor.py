@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ..bench.prompts import python_prompts, read_prompts
 from ..doctor import Report, examination_generations, examine
-from ..simulate import save_agreements
+from ..planning.simulate import save_agreements
 from . import options
 from .printing import Console, leaving_cleanly
 
@@ -34,7 +34,7 @@ def doctor(
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
     recording: Annotated[
-        Path | None, typer.Option(help="Write what the draft made of each text; see hf_specbranch.simulate.")
+        Path | None, typer.Option(help="Write what the draft made of each text; see hf_specbranch.planning.simulate.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -14,7 +14,7 @@ import typer
 from ..config import POLICIES
 from ..decoding.assembly import is_cheap
 from ..mixin import specbranch
-from ..simulate import record_agreement, save_agreements
+from ..planning.simulate import record_agreement, save_agreements
 from ..timeline import Recording, chrome_trace, record, timeline_page
 from ..timeline.record import as_if_captured
 from . import options
@@ -52,7 +52,7 @@ def trace(
     """Record one generation and draw it: who worked when, on which tokens, and what became of them.
 
     timeline.html is one page for any browser; trace.json opens in Perfetto; agreement.json (greedy only) is what
-    hf_specbranch.simulate predicts other machines from.
+    hf_specbranch.planning.simulate predicts other machines from.
 
     Example: hf-specbranch trace "def add(a, b):" --out timeline --compare vanilla
     """
@@ -89,7 +89,7 @@ def trace(
                 print("\n".join(stats_lines(each.stats)) + "\n")
             print(f"{page_file}: open it in a browser\n{trace_file}: open it in Perfetto")
             if not sampling["do_sample"]:
-                print(f"{out / AGREEMENT}: how the draft did, for hf_specbranch.simulate")
+                print(f"{out / AGREEMENT}: how the draft did, for hf_specbranch.planning.simulate")
 
 
 def save(recordings: list[Recording], folder: Path) -> tuple[Path, Path]:

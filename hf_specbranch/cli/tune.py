@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from ..bench.prompts import python_prompts, read_prompts
 from ..mixin import specbranch
+from ..planning.tune import POLICIES, Tuning, tuning_generations
+from ..planning.tune import tune as run_tune
 from ..plots import save_by_length
-from ..tune import POLICIES, Tuning, tuning_generations
-from ..tune import tune as run_tune
 from . import options
 from .printing import Console, leaving_cleanly
 

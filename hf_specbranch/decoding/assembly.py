@@ -12,37 +12,37 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from ..agreement import Agreement, agreement_with, read_agreement
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
-from ..planner import MOST_HIDDEN, plans_within, usual_costs
-from ..runners.choose import BRANCHES
-from ..runners.desk import Desk
-from ..runners.eager import EagerRunner, round_up
-from ..runners.slots import past_length
+from ..planning.agreement import Agreement, agreement_with, read_agreement
+from ..planning.chooser import MOST_HIDDEN, plans_within, usual_costs
+from ..planning.online import Planner, knowledge_of
+from ..runtime.eager import EagerRunner, round_up
+from ..runtime.kv_cache import past_length
+from ..runtime.prefill import can_read_aside, read_aside
+from ..runtime.selection import BRANCHES
+from ..runtime.static_buffers import Desk
 from ..stats import SpecBranchStats
+from .acceptance import NONE
+from .accounting import Books
 from .draft_model import DraftModel
 from .drafter import Drafter, NoDrafter
-from .fixed_scoring import has_fixed_form, signature
-from .foresight import Foresight
 from .hooks import ConfidenceStop, HookList, SpeculationHook, ThreeWay, TopKBranches
-from .judge import Judge
-from .ledger import Books
-from .line import Line
+from .likely_rejections import Foresight
 from .loop import Parts
 from .model_inputs import ModelInputs
-from .planning import Planner, knowledge_of
+from .outputs import Recorder
+from .pending_draft import Line
 from .policies import POLICIES, Policy
 from .quick_drafter import QuickDrafter, is_plain
 from .quick_judge import QuickJudge
 from .quick_target import QuickTarget
-from .reading import can_read_aside, read_aside
-from .recorder import Recorder
-from .records import Feedback
 from .scoring import can_guide, is_opaque
+from .state import Feedback
+from .static_scoring import has_fixed_form, signature
 from .target import Target
 from .text import Text
-from .verify import NONE
+from .verifier import Judge
 
 if TYPE_CHECKING:
     from .engine import Call

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..runners.desk import Desk
-from ..runners.eager import EagerRunner
+from ..runtime.eager import EagerRunner
+from ..runtime.prefill import is_short, read_at_once
+from ..runtime.static_buffers import Desk
 from ..stats import SpecBranchStats
-from .fixed_scoring import FixedScorer
-from .reading import is_short, read_at_once
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
+from .static_scoring import FixedScorer
 
 
 class DraftModel:

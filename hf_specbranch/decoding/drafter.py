@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runners.desk import Desk
+from ..runtime.static_buffers import Desk
 from ..stats import SpecBranchStats
+from .acceptance import NONE
 from .draft_model import DraftModel
-from .foresight import Foresight
 from .hooks import HookList
-from .line import Line
+from .likely_rejections import Foresight
+from .pending_draft import Line
 from .policies import Policy
-from .records import Branches, Chain, Feedback, Leaves
-from .siblings import Siblings
-from .verify import NONE
+from .side_branches import Siblings
+from .state import Branches, Chain, Feedback, Leaves
 
 
 class NoDrafter:

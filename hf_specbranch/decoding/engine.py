@@ -17,17 +17,17 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..config import SpecBranchConfig
 from ..fallback import FallBack
-from ..runners.choose import runner_for
-from ..runners.placement import Beside
-from ..runners.slots import past_length
+from ..planning.online import Meter
+from ..runtime.kv_cache import past_length
+from ..runtime.overlap import Beside
+from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .hooks import SpeculationHook
 from .loop import Parts, read_prompt, rounds
 from .model_inputs import USUAL_INPUTS, inputs_after_prompt, reread_of
-from .planning import Meter
+from .outputs import Recorder
 from .policies import POLICIES
-from .recorder import Recorder
 from .scoring import Processor, is_opaque
 from .stopping import Stopper
 from .text import Text

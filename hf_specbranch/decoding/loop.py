@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..runners.base import Step
-from ..runners.placement import Beside
+from ..runtime.base import Step
+from ..runtime.overlap import Beside
+from .accounting import Books
 from .drafter import Drafter, NoDrafter
-from .judge import Judge
-from .ledger import Books
-from .recorder import Recorder
-from .records import Feedback
+from .outputs import Recorder
+from .state import Feedback
 from .target import Target
 from .text import Text
+from .verifier import Judge
 
 
 class Parts(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.rehearsal import room
+from ..kernels.parallel_build import room
 from ..kernels.rounds import (
     Afterwards,
     LineMemory,
@@ -27,11 +27,11 @@ from ..kernels.rounds import (
 )
 from .drafter import Drafter
 from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
-from .line import Line
+from .pending_draft import Line
 from .policies import Policy
-from .records import Feedback
 from .scoring import Prefixes
-from .siblings import Siblings
+from .side_branches import Siblings
+from .state import Feedback
 
 
 def is_plain(policy: Policy, gamma: int, hooks: HookList) -> bool:

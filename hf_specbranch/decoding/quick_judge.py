@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.rehearsal import room
+from ..kernels.parallel_build import room
 from ..kernels.rounds import Drawn, drawn_choices, verdict
-from .judge import Judge
-from .records import Branches, Chain
 from .scoring import Prefixes
+from .state import Branches, Chain
+from .verifier import Judge
 
 
 class QuickJudge(Judge):

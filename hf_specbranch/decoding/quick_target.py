@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..kernels.rounds import with_chain
-from ..runners.base import Step
+from ..runtime.base import Step
 from .quick_drafter import empty_tips
-from .records import Chain
+from .state import Chain
 from .target import Target
 
 

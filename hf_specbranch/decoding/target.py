@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..fallback import FallBack
-from ..runners.base import Step
-from ..runners.desk import Desk
-from ..runners.eager import EagerRunner
+from ..runtime.base import Step
+from ..runtime.eager import EagerRunner
+from ..runtime.prefill import is_short, read_at_once
+from ..runtime.static_buffers import Desk
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
-from .reading import is_short, read_at_once
-from .records import Chain, Leaves
+from .state import Chain, Leaves
 from .text import Text
 
 

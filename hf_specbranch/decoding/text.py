@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runners.desk import Desk
-from ..runners.mail import Outbox
-from .records import Chain, Outcome, Report
+from ..runtime.host_copies import Outbox
+from ..runtime.static_buffers import Desk
+from .acceptance import NO_TOKEN, NONE, Verdict
 from .scoring import Prefixes
+from .state import Chain, Outcome, Report
 from .stopping import Stopper
-from .verify import NO_TOKEN, NONE, Verdict
 
 ScoresSoFar = Callable[[int], tuple[Tensor, ...]]
 

@@ -2,7 +2,7 @@
 
 from hf_specbranch.kernels.fuse import can_rehearse, fuse, fused
 from hf_specbranch.kernels.interface import register
-from hf_specbranch.kernels.prepare import prepare
-from hf_specbranch.kernels.rehearsal import rehearse
+from hf_specbranch.kernels.parallel_build import rehearse
+from hf_specbranch.kernels.warm_up import prepare
 
 __all__ = ["can_rehearse", "fuse", "fused", "prepare", "register", "rehearse"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .rehearsal import Kernel
+from .parallel_build import Kernel
 
 try:
     triton: Any = importlib.import_module("triton")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .angles import angles
-from .choose import Kind, choose
+from .autotune import Kind, choose
 from .gated import Activation, gated, gated_product
+from .graph_split import layer_done
 from .interface import specbranch_attention
 from .linear import Parts, Plan, linear, linear_in_parts
 from .norm import NormForm, rms_norm
-from .pieces import layer_done
 from .rotary import HeadNorm, Slots, rotary
 from .storage import joined
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..walk import every_module
-from .asked import asking_for, own_attention
+from ..runtime.module_walk import every_module
+from .attention_override import asking_for, own_attention
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -30,6 +30,8 @@ from .forwards import (
     mlp_inputs,
 )
 from .interface import NAME, UNCAPPED, one_pass, register
+from .module_check import Call, Forward
+from .parallel_build import rehearse, rehearsing
 from .recognise import (
     calls_registered_attention,
     layer_norms,
@@ -39,9 +41,7 @@ from .recognise import (
     untouched,
     watch,
 )
-from .rehearsal import rehearse, rehearsing
 from .storage import join, joined, separate
-from .trial import Call, Forward
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth a measurement
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that may wait in the allocator

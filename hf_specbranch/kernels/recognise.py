@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..walk import every_module
-from .asked import asking_for
+from ..runtime.module_walk import every_module
+from .attention_override import asking_for
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -30,8 +30,8 @@ from .forwards import (
     mlp_inputs,
 )
 from .gated import recognise as recognise_activation
+from .module_check import Call, Forward, agreeing, errors_of, evaluating, telling_input, tolerance
 from .norm import FORMS, PLAIN, NormForm, rms_norm_reference
-from .trial import Call, Forward, agreeing, errors_of, evaluating, telling_input, tolerance
 
 TRIED = 16  # tokens: kernels compiled for this many serve up to 16 queries over any cache that 16 divides
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_once_known
 from .linear import added
 from .norm import PLAIN, NormForm, rms_norm_reference
-from .rehearsal import rehearsing
+from .parallel_build import rehearsing
 
 
 class HeadNorm(NamedTuple):

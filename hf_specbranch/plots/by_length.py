@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .drawing import new_figure, save_figure
 
 if TYPE_CHECKING:
-    from ..tune import Tuning
+    from ..planning.tune import Tuning
 
 
 class Curve(NamedTuple):
@@ -53,7 +53,7 @@ def save_by_length(found: Tuning, path: str | Path) -> None:
     """Draw what `tune` predicted and measured, and write a PNG.
 
     Args:
-        found: the outcome of `hf_specbranch.tune.tune`.
+        found: the outcome of `hf_specbranch.planning.tune.tune`.
         path: the picture to write.
 
     Example:

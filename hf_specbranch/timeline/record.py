@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..config import SpecBranchConfig
+from .observer import Watch
 from .recording import Recording
-from .watch import Watch
 
 
 def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recording:

@@ -9,15 +9,15 @@ What they must compute is written in torch in `decoding/`: `Drafter`, `Judge` an
 """
 
 from .advance import advance
+from .count import tally
 from .draws import Drawn, drawn_choices
-from .follow import Afterwards, adopt, follow
-from .foresee import foresee
 from .fork import fork
+from .inputs import open_branches, read_on, with_chain
 from .memory import LineMemory, SiblingMemory, Tips
+from .rejections import foresee
+from .resolve import Afterwards, adopt, follow
 from .send import Sent, send
-from .tally import tally
-from .tips import open_branches, read_on, with_chain
-from .verdict import verdict
+from .verify import verdict
 
 __all__ = [
     "Afterwards", "Drawn", "LineMemory", "Sent", "SiblingMemory", "Tips", "adopt", "advance", "drawn_choices", "follow",

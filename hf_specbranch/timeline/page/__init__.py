@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recording import Recording
-from ..waiting import plain_waits, recorded_waits
+from ..waits import plain_waits, recorded_waits
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("format.js", "lanes.js", "text.js", "view.js", "start.js")

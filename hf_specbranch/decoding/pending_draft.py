@@ -1,0 +1,119 @@
+"""The drafted line of each row, and what the draft knew at each of its positions.
+
+Text is a row of columns. Up to `start` it is committed; from there to `end` stand drafted tokens, each chosen once and
+never chosen anew. What belongs to a position is kept in rings addressed by column, so that committing moves a
+number and nothing else. All of it is on the draft's device, in memory that stays where it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..runtime.static_buffers import Desk
+from .acceptance import draw
+from .hooks import DraftState, Survivor
+
+
+class Line:
+    """Drafted tokens behind the text of a batch.
+
+    Rows that do not take part in a step write to an entry behind the last, which nobody reads.
+
+    Args:
+        desk: where the memory comes from.
+        text: [B, P] token ids.
+        start: [B] the column behind each row's last token that counts as committed.
+        capacity: room for this many columns.
+        reach: the longest a line can get.
+        vocabulary: size of the distributions.
+        generator: draws tokens from the draft's distribution; None takes the likeliest.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        text: Tensor,
+        start: Tensor,
+        capacity: int,
+        reach: int,
+        vocabulary: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        rows, length = text.shape
+        self.device, self.count, self.capacity, self.ring, self.reach = desk.device, rows, capacity, reach + 1, reach
+        self.generator, self.fixed = generator, desk.fixed
+        self.rows = torch.arange(rows, out=desk.tensor("rows", (rows,)))
+        self.offsets = torch.arange(reach + 1, out=desk.tensor("offsets", (reach + 1,)))
+        self.ids = desk.tensor("line.ids", (rows, capacity + 1))
+        self.ids[:, :length] = text
+        self.start = desk.tensor("line.start", (rows,)).copy_(start)  # first column that is not committed
+        self.end = desk.tensor("line.end", (rows,)).copy_(start)  # the column behind the last drafted token
+        self.fed = desk.tensor("line.fed", (rows,))  # columns whose keys and values the draft has
+        self.next = desk.tensor("line.next", (rows,))  # the token for column `end`, where `fed == end`
+        self.confidence = desk.tensor("line.confidence", (rows, self.ring + 1), torch.float32)
+        self.scores = desk.tensor("line.scores", (rows, self.ring + 1, vocabulary), torch.float32)
+
+    @property
+    def length(self) -> Tensor:
+        """[B] drafted tokens."""
+        return self.end - self.start
+
+    def note(self, q: Tensor) -> None:
+        """Put the draft's distribution [B, V] for column `end` on record, and choose the token that may stand there.
+
+        It is chosen before anyone decides whether to use it, and no hook sees it until it stands on the line.
+        """
+        index = self.end % self.ring
+        confidence, likeliest = q.max(-1)
+        self.confidence[self.rows, index] = confidence
+        self.scores[self.rows, index] = q
+        self.next.copy_(likeliest if self.generator is None else draw(q, self.generator))
+        self.fed.copy_(self.end)
+
+    def extend(self, going: Tensor) -> None:
+        """Put the chosen token behind the line's end, on the rows [B] that go on."""
+        self.ids[self.rows, torch.where(going, self.end, self.capacity)] = self.next
+        self.end += going
+
+    def tokens(self, count: int) -> Tensor:
+        """[B, count] the first tokens of each line, and whatever follows."""
+        return self.ids.gather(1, self._columns(count))
+
+    def first_scores(self, count: int) -> Tensor:
+        """[B, count, V] the draft's distributions at the first positions of each line."""
+        return self.scores_at(self._columns(count))
+
+    def scores_at(self, columns: Tensor) -> Tensor:
+        """[B, n, V] the draft's distributions in these columns [B, n]."""
+        return self.scores[self.rows[:, None], columns % self.ring]
+
+    def state(self, columns: Tensor) -> DraftState:
+        """What is known about the token in these columns [B] before it is chosen."""
+        index = columns % self.ring
+        shown = columns if self.fixed else columns.clone()  # a hook on the host may keep what it is shown
+        return DraftState(self.ids, shown, self.scores[self.rows, index], self.confidence[self.rows, index])
+
+    def survivor(self, longest: int, features: Tensor | None, fresh: Tensor, with_scores: bool) -> Survivor:
+        """The lines as hooks see them.
+
+        Args:
+            longest: how many positions to show.
+            features: the target's hidden states, if hooks want them.
+            fresh: [B] rows whose line comes straight from the draft stage.
+            with_scores: show the draft's distributions too.
+        """
+        columns = self._columns(longest)
+        return Survivor(
+            tokens=self.ids.gather(1, columns),
+            length=self.length,
+            confidence=self.confidence.gather(1, columns % self.ring),
+            committed=self.ids.gather(1, self.start[:, None] - 1)[:, 0],
+            features=features,
+            fresh=fresh.clone(),
+            scores=self.scores_at(columns) if with_scores else None,
+            column=self.start.clone(),
+        )
+
+    def _columns(self, count: int) -> Tensor:
+        return (self.start[:, None] + self.offsets[:count]).clamp(max=self.capacity)  # [B, count]

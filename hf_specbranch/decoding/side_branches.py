@@ -1,0 +1,107 @@
+"""Branches beside the main one. They share the text before their fork and live in slots behind the line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..runtime.static_buffers import Desk
+from .acceptance import draw
+from .draft_model import DraftModel
+from .pending_draft import Line
+from .scoring import Guide, Prefixes
+
+
+class Siblings:
+    """Up to `most` branches a row: a token at the column where each forks off the line, and `depth` tokens behind it.
+
+    Args:
+        desk: where the memory comes from.
+        line: the line they fork from.
+        model: the draft model.
+        most: how many there can be.
+        depth: how many tokens to draft behind the first.
+    """
+
+    def __init__(self, desk: Desk, line: Line, model: DraftModel, most: int, depth: int) -> None:
+        rows = line.count
+        self.line, self.model, self.most, self.depth = line, model, most, depth
+        self.count = most  # how many there are at the moment
+        self.point = desk.tensor("siblings.point", (rows, 1))  # the branch point's column: slots count from there
+        self.forks = desk.tensor("siblings.forks", (rows, most))  # the column of each one's first token
+        self.tokens = desk.tensor("siblings.tokens", (rows, most, depth + 1))
+        self.confidence = desk.tensor("siblings.confidence", (rows, most, depth), torch.float32)
+        self.scores = desk.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
+        # The main branch may fill `depth + 1` slots from the branch point on; each sibling has `depth` after these.
+        first = depth + 1 + depth * torch.arange(most, device=line.device)
+        self.slot_offsets = desk.tensor("siblings.slots", (most, depth))
+        self.slot_offsets.copy_(first[:, None] + torch.arange(depth, device=line.device))
+        self.guides: list[Guide] = []
+
+    @property
+    def slots_needed(self) -> int:
+        """Slots from the branch point on that the branches take, the main one included."""
+        return 1 + self.depth * (1 + self.count)
+
+    @property
+    def slots(self) -> Tensor:
+        """[B, W, depth]: where their keys and values are."""
+        return self.point[:, :, None] + self.slot_offsets[: self.count]
+
+    def open(self, point: Tensor, forks: Tensor, tokens: Tensor) -> None:
+        """Begin with these tokens in columns `forks`, [B, W] each; the branch point is in column `point` [B]."""
+        self.count = tokens.shape[1]
+        self.point.copy_(point[:, None])
+        self.forks[:, : self.count] = forks
+        self.tokens[:, : self.count, 0] = tokens
+        self.guides = [self.model.guide.fork() for _ in range(self.count)] if self.model.guide is not None else []
+        for guide in self.guides:
+            guide.rewind(int(point[0]))  # with a guide all forks are at the branch point
+
+    def tips(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens to feed in this step, their columns and their slots: [B, W] each."""
+        return (
+            self.tokens[:, : self.count, step],
+            self.forks[:, : self.count] + step,
+            self.slots[:, :, step],
+        )
+
+    def visible(self, step: int, shown: int) -> Tensor:
+        """[B, W, shown]: the text before the fork, and the sibling's own slots so far."""
+        slots, own_slots = self.model.slots[:shown], self.slots
+        before = (slots < self.forks[:, : self.count, None]) & self.model.seen[:, None, :shown]
+        own = (slots >= own_slots[:, :, :1]) & (slots <= own_slots[:, :, step : step + 1])
+        return before | own
+
+    def extend(self, step: int, logits: Tensor) -> None:
+        """Choose each sibling's next token from logits [B, W, V] behind its tip."""
+        q = self.model.distribution(logits, lambda: self.prefixes(step), self.guides)
+        confidence, likeliest = q.max(-1)
+        generator = self.line.generator
+        self.confidence[:, : self.count, step] = confidence
+        self.scores[:, : self.count, step] = q
+        self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
+
+    def prefixes(self, step: int) -> Prefixes:
+        """The text before the fork, and the sibling's own tokens."""
+        forks = self.forks[:, : self.count]
+        ids = self.line.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
+        ids.scatter_(2, forks[:, :, None] + self.line.offsets[: step + 1], self.tokens[:, : self.count, : step + 1])
+        return Prefixes(ids, forks + step + 1)
+
+    def adopt(self, winner: Tensor) -> None:
+        """Make the winning sibling of each row its line: its keys and values move to the line's columns.
+
+        Args:
+            winner: [B] which sibling, or -1 for none.
+        """
+        line, depth, wins, chosen = self.line, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
+        columns = self.forks[line.rows, chosen][:, None] + line.offsets[: depth + 1]  # [B, depth + 1]
+        line.ids.scatter_(1, torch.where(wins, columns, line.capacity), self.tokens[line.rows, chosen])
+        ring = torch.where(wins, columns[:, 1:] % line.ring, line.ring)
+        line.confidence.scatter_(1, ring, self.confidence[line.rows, chosen])
+        line.scores[line.rows[:, None], ring] = self.scores[line.rows, chosen]
+        source = torch.where(wins, self.slots[line.rows, chosen], columns[:, :depth])
+        self.model.runner.move(source, columns[:, :depth])
+        if self.guides and bool(wins[0]):
+            self.model.guide = self.guides[int(winner[0])]

@@ -1,0 +1,38 @@
+"""What every generation needs is built while the first model is still being looked at.
+
+The first kernel of a process is slow even if it lies on disk: Triton sets itself up. That need not wait until it is
+known which kernels a model can use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backend import serves
+from .blocks import blocks_in_use
+from .parallel_build import rehearse_aside
+from .rounds import Tips, verdict, with_chain
+
+SLOTS, SIZE = 256, 128  # that a short text shows, and of heads; others share most of these kernels
+
+
+def prepare(device: torch.device) -> None:
+    """Have Triton set up and the first kernels built in the background, once in a process.
+
+    Example:
+        >>> prepare(torch.device("cpu"))  # nothing is built there
+    """
+    if device.type == "cuda" and serves(device):
+        rehearse_aside(lambda: _kernels_of_every_model(device), device)
+
+
+def _kernels_of_every_model(device: torch.device) -> None:
+    def numbers(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.long, device=device)
+
+    visible = torch.zeros((1, 1, SLOTS), dtype=torch.bool, device=device)
+    blocks_in_use(visible[None], 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
+    one, ids, chain, told = numbers(1), numbers(1, 1), numbers(1, 0), numbers(7, 1)
+    verdict(ids, (chain, one), (chain, chain), None, None, numbers(1, 6), ids, told, one, numbers(1, 10), one)
+    with_chain(ids, told, chain, None, ids, one, visible[0], 0, Tips(ids, ids, ids, visible))

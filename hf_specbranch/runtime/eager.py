@@ -1,0 +1,131 @@
+"""The runner that works wherever transformers does: one ordinary forward a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..kernels.parallel_build import rehearsing
+from .base import Step
+from .kv_cache import SlotCache
+from .masks import MaskMaker
+from .positions import learned_positions
+from .rotary import LengthDependentRotary
+from .static_buffers import Desk
+
+SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
+
+
+class EagerRunner:
+    """A model, its slot cache, and the positions of what the slots hold.
+
+    Args:
+        model: any decoder-only model whose attention takes explicit masks.
+        masks: how this model wants its masks; see `probe.mask_maker_for`.
+    """
+
+    captures = False  # whether desks capture whole stages
+    graphs_captured = 0  # so far
+    runtime = "eager"
+
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
+        self.model = model
+        self.masks = masks
+        self.cache = SlotCache()
+        embedding = model.get_input_embeddings().weight
+        self.device: torch.device = embedding.device
+        self.vocabulary: int = embedding.shape[0]
+        self.slot_positions = torch.zeros((0, 0), dtype=torch.long, device=self.device)  # [B, capacity]
+        config = model.config.get_text_config(decoder=True)
+        self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
+        self.learned_positions = learned_positions(model)
+        self.rotary = LengthDependentRotary(model)
+        self.lag: Tensor | int = 0  # [B, 1] positions between each row and the longest one
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
+        self.quiet = quiet_arguments(model)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for `slots` slots in each of `rows` rows."""
+        self.cache.reserve(slots)
+        if self.slot_positions.shape[1] < self.cache.address.capacity:
+            grown = torch.zeros((rows, self.cache.address.capacity), dtype=torch.long, device=self.device)
+            grown[: self.slot_positions.shape[0], : self.slot_positions.shape[1]] = self.slot_positions
+            self.slot_positions = grown
+
+    def prefill(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Run tokens [B, P] through the model's own causal path and return the last logits [B, V]."""
+        self.place(positions)
+        self.cache.append()
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **self.quiet,
+            **self.last_alone,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def place(self, positions: Tensor, first: int = 0) -> None:
+        """Note that slots `first` onward hold tokens at these positions, [B, N]."""
+        self.reserve(positions.shape[0], first + positions.shape[1])
+        self.slot_positions[:, first : first + positions.shape[1]] = positions
+
+    def desk(self, settings: Hashable) -> Desk:
+        """Where stages with these settings run."""
+        return Desk(self.device)
+
+    def bucket(self, slots: int) -> int:
+        """How many slots a captured forward reads where this many are needed."""
+        return round_up(slots)
+
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """See `Runner`; `extra` goes to the model as it is (`output_hidden_states` and the like).
+
+        Positions may be [axes, B, Q], with those of the text first: models of images have several.
+        """
+        return self.forward_as_it_is(tokens, positions, slots, visible, **extra)
+
+    def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """The same, launched kernel by kernel; for stages that are captured as a whole."""
+        shown, in_text = visible.shape[2], positions if positions.ndim == 2 else positions[0]
+        if self.masks.window is not None and not rehearsing():
+            self.slot_positions.scatter_(1, slots, in_text)
+        self.cache.address.point_at(slots, shown)
+        lengths = in_text + self.lag + 1
+        with self.rotary.for_lengths(lengths):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.masks(visible, in_text, self.slot_positions[:, :shown]),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **self.quiet,
+                **extra,
+            )
+        return Step(output.logits, output.get("hidden_states"), output.get("attentions"))
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        self.slot_positions.scatter_(1, destination, self.slot_positions.gather(1, source))
+        self.cache.move(source, destination)
+
+
+def quiet_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments that keep a forward from computing what no generation uses: router losses need a mask of two
+    dimensions.
+    """
+    known = inspect.signature(model.forward).parameters
+    return {"output_router_logits": False} if "output_router_logits" in known else {}
+
+
+def round_up(slots: int) -> int:
+    """The next power of two, so that few sizes are captured."""
+    return max(SMALLEST, 1 << (slots - 1).bit_length())

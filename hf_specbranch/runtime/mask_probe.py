@@ -1,0 +1,309 @@
+"""Does this model's attention obey an explicit mask? Asked once of each model, by trying.
+
+Branches of a text share one cache: each query of a pass sees its own set of slots. Three checks show that a model
+computes the right thing then. The first two are exact in every dtype, since the passes they compare differ in the
+contents of some slots and in nothing else:
+
+1. A query does not depend on slots that it must not see.
+2. In every layer it depends on a slot that it must see, however far away.
+3. Its logits are those of an ordinary run. In half precision they differ by rounding, so the difference is compared
+   with the rounding of this model: the difference between two ordinary runs, one over the whole text and one in two
+   passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..kernels.attention_override import own_attention
+from ..kernels.backend import HALF_PRECISION
+from ..kernels.module_check import evaluating
+from .adapters import adapter_state
+from .eager import EagerRunner, quiet_arguments
+from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
+
+# model -> state of its adapters -> by_layer_type
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[Hashable, bool]] = WeakKeyDictionary()
+
+CONTEXT = 4  # tokens before the queries; the last two are copied to a far and a near slot for each query
+REFERENCES = 4  # queries whose logits are compared with an ordinary run
+LAYERS_ON_CPU = 8  # layers of which the second check is made where each query costs time: kinds of layers alternate
+FEWEST_SLOTS = 320  # between the first slot and the last
+LARGEST_WINDOW = 8192  # windows beyond that are not tried
+# How far our logits may be from an ordinary run, in units of the difference between two ordinary runs. The median of
+# several queries stays near 1; a single query of a mixture of experts may meet other experts in one run only.
+MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
+# The difference between two ordinary runs, in units of the logits' spread. In float32 it is about 1e-6 and need not be
+# measured; logits that have nothing in common reach 1.4.
+NOISE_IN_FLOAT32, MOST_NOISE = 1e-4, 0.7
+
+
+def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
+    """The mask maker under which this model computes what it should.
+
+    Args:
+        model: the model to ask.
+        role: "target" or "draft", for the error message.
+
+    Raises:
+        ValueError: if no form of mask gives the right logits, or if the model fails on an ordinary pass.
+    """
+    config = model.config.get_text_config(decoder=True)
+    attention = own_attention(config)
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"the {role} {type(model).__name__} uses attn_implementation={attention!r}, which takes no explicit "
+            f"mask: load it with attn_implementation='sdpa' (or 'eager'), or pass specbranch=False"
+        )
+    if unknown := set(layer_kinds(config)) - {FULL, SLIDING}:
+        raise ValueError(
+            f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
+            f"sliding-window attention can be rolled back: pass specbranch=False"
+        )
+    known, state = _KNOWN.setdefault(model, {}), adapter_state(model)
+    if state not in known:
+        with torch.no_grad(), evaluating(model):
+            known[state] = _find_form(model, role, hasattr(config, "layer_types"))
+    return MaskMaker(model, by_layer_type=known[state])
+
+
+def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
+    """Whether the model takes its masks by layer type."""
+    ordinary = _run_ordinarily(model, role)
+    failure: Exception | None = None
+    found: list[str] = []
+    for by_layer_type in (True, False) if typed else (False, True):
+        try:
+            fault = _Probe(model, MaskMaker(model, by_layer_type), ordinary).fault()
+            if not fault:
+                return by_layer_type
+            found.append(fault)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            failure = failure or error
+    if not found:
+        raise ValueError(
+            f"the {role} {type(model).__name__} fails with an explicit attention mask and a cache that is addressed by "
+            f"slot ({type(failure).__name__}: {_first_line(failure)}): check its config, or pass specbranch=False"
+        ) from failure
+    raise ValueError(
+        f"the {role} {type(model).__name__} does not compute the same logits under an explicit attention mask "
+        f"({found[0]}), so branches cannot share its cache: choose another model, or pass specbranch=False"
+    )
+
+
+class Ordinary(NamedTuple):
+    """Two runs of the model as transformers runs it."""
+
+    texts: Tensor  # [R, CONTEXT + 2] the same context, another query in each, and one token more
+    query_logits: Tensor  # [R, V] after the query
+    last_logits: Tensor  # [V] after the first text
+    noise: Tensor  # root mean square difference between both runs
+
+
+def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
+    embedding = model.get_input_embeddings().weight
+    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size, embedding.shape[0])
+    texts = torch.empty((REFERENCES, CONTEXT + 2), dtype=torch.long, device=embedding.device)
+    texts[:, :CONTEXT] = _tokens(0, CONTEXT, texts)
+    texts[:, CONTEXT] = _tokens(CONTEXT, REFERENCES, texts)
+    texts[:, CONTEXT + 1] = _tokens(CONTEXT + 1, REFERENCES, texts)
+    texts %= vocabulary
+    extra = quiet_arguments(model)
+    try:
+        whole = model(input_ids=texts, use_cache=False, **extra).logits
+        noise = NOISE_IN_FLOAT32 * whole.float().std()
+        if whole.dtype in HALF_PRECISION:
+            past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).past_key_values
+            second = model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
+            # Two runs may agree to the last bit; the logits themselves are rounded all the same.
+            least = 2 * torch.finfo(whole.dtype).eps * _rms(whole)
+            noise = torch.maximum(_rms(whole[:, CONTEXT].float() - second[:, 0]), least)
+    except Exception as error:  # whatever it is, it is the model's own
+        raise ValueError(
+            f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT + 2} tokens "
+            f"({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
+        ) from error
+    if not bool(torch.isfinite(whole).all()):
+        raise ValueError(
+            f"the {role} {type(model).__name__} computes logits that are not finite: check its weights and its dtype "
+            f"({model.dtype})"
+        )
+    if bool(noise > MOST_NOISE * whole.float().std()):
+        raise ValueError(
+            f"the {role} {type(model).__name__} computes with its cache other logits than without: check its config, "
+            f"or pass specbranch=False"
+        )
+    return Ordinary(texts, whole[:, CONTEXT].float(), whole[0, CONTEXT + 1].float(), noise)
+
+
+class _Probe:
+    """One row in which many queries each see a context, a far slot, a near slot and themselves.
+
+    The first `REFERENCES` queries are for the first and third check. Each further one is for the second check of one
+    layer, so that one pass tells about all of them.
+
+    The slots in order: the context as read at first, far slots, unused ones, near slots, queries, one more token.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> None:
+        self.ordinary = ordinary
+        self.device = ordinary.texts.device
+        self.runner = EagerRunner(model, masks)
+        self.runner.prefill(ordinary.texts[:1, :CONTEXT], torch.arange(CONTEXT, device=self.device)[None], None)
+        self.layers: list[Any] = [layer for layer in self.runner.cache.layers if layer.is_initialized]
+        self.probed = _some(self.layers) if self.device.type == "cpu" else self.layers
+        self.count = REFERENCES + len(self.probed)
+        every = torch.arange(self.count, device=self.device)
+        size = CONTEXT + 4 * self.count + max(FEWEST_SLOTS, _largest_window(model))
+        self.far = CONTEXT + 2 * every.flip(0)
+        self.near = size - 2 * self.count - 1 + every
+        self.own = size - self.count - 1 + every
+        self.last = size - 1
+        self.runner.reserve(1, size)
+        self.visible = torch.zeros((1, self.count, size), dtype=torch.bool, device=self.device)
+        self.visible[:, :, : CONTEXT - 2] = True
+        for slots in (self.far, self.near, self.own):
+            self.visible[0, every, slots] = True
+        self.sees_far = masks.window is None or masks.window > 3
+        self._fill(size)
+
+    def fault(self) -> str:
+        """What is wrong with this model under these masks; empty if nothing is."""
+        if not self.layers:
+            return "it keeps no keys and values between passes"
+        queries, alone = self._queries(), self._alone()
+        hidden = ~self.visible[0].any(0)
+        hidden[self.last] = False
+        unseen = hidden.nonzero()[:, 0]
+        with self._changed(self.far, unseen):
+            changed = self._queries()
+            same = self._same(alone, self._alone(), self._alone)
+        if not torch.equal(queries[:REFERENCES], changed[:REFERENCES]):
+            # In a mixture of experts the queries for single layers may have met other experts, beside all the others.
+            with self._changed(self.far[:0], unseen):
+                same = same and self._same(queries, self._queries(), self._queries)
+        if not same:
+            return "a query depends on tokens that the mask hides"
+        if self.sees_far and (blind := self._blind_layers(queries, changed)):
+            return f"layers {', '.join(map(str, blind))} do not see a token that the mask shows, far from the query"
+        return self._wrong_values(queries, alone)
+
+    def _changed(self, slots: Tensor, everywhere: Tensor) -> AbstractContextManager[None]:
+        """Other contents in one slot of each layer, that of the query for this layer, and in some slots of all."""
+        of_query = dict(zip(self.probed, torch.split(slots[REFERENCES:], 1)))
+        return _changed({layer: torch.cat([everywhere, of_query.get(layer, slots[:0])]) for layer in self.layers})
+
+    def _fill(self, size: int) -> None:
+        """Copy the last two tokens of the context to their slots, and put random numbers wherever else."""
+        context = torch.arange(CONTEXT, device=self.device)
+        for layer in self.layers:
+            for states in (layer.keys, layer.values):  # [1, heads, slots, head_dim]
+                kept = states[:, :, :CONTEXT].clone()
+                states[:, :, :size] = _noise_like(kept[:, :, :1])
+                states[:, :, :CONTEXT] = kept
+                states[:, :, self.far] = kept[:, :, -2:-1]
+                states[:, :, self.near] = kept[:, :, -1:]
+        self.runner.place(torch.zeros((1, size), dtype=torch.long, device=self.device))
+        self.runner.place(context[None])
+        self.runner.slot_positions[0, self.far] = CONTEXT - 2
+        self.runner.slot_positions[0, self.near] = CONTEXT - 1
+
+    def _queries(self) -> Tensor:
+        """[count, V]: all queries in one pass."""
+        tokens = self.ordinary.texts[:, CONTEXT].repeat(-(-self.count // REFERENCES))[None, : self.count]
+        slots = self.own[None]
+        logits = self.runner.forward(tokens, torch.full_like(slots, CONTEXT), slots, self.visible).logits
+        return logits[0].float()
+
+    def _alone(self) -> Tensor:
+        """[V]: the first query continued, in a pass over one token."""
+        slot = torch.full((1, 1), self.last, device=self.device)
+        visible = self.visible[:, :1].clone()
+        visible[:, :, self.last] = True
+        token = self.ordinary.texts[:1, CONTEXT + 1 :]
+        return self.runner.forward(token, torch.full_like(slot, CONTEXT + 1), slot, visible).logits[0, 0].float()
+
+    def _same(self, before: Tensor, now: Tensor, again: Callable[[], Tensor]) -> bool:
+        """Whether the first queries have the logits that they had. Where a pass is not exact, two more say how much."""
+        first = slice(REFERENCES if before.ndim == 2 else None)
+        difference = _rms(now[first] - before[first])
+        return not bool(difference > 0) or bool(difference <= 2 * _rms(again()[first] - again()[first]))
+
+    def _blind_layers(self, before: Tensor, changed: Tensor) -> list[int]:
+        """Layers in which a query does not depend on its far slot, though it depends on its near one."""
+        if not (unmoved := self._unmoved(before, changed)):
+            return []
+        with self._changed(self.near, self.near[:0]):
+            return sorted(unmoved - self._unmoved(before, self._queries()))
+
+    def _unmoved(self, before: Tensor, after: Tensor) -> set[int]:
+        moved = (before != after).any(1)[REFERENCES:].tolist()
+        return {self.layers.index(layer) for layer, has in zip(self.probed, moved) if not has}
+
+    def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
+        ordinary = self.ordinary
+        rows = zip(queries, ordinary.query_logits)
+        ratios = torch.stack([_rms(ours - plain) for ours, plain in rows]) / ordinary.noise
+        median, single = float(ratios.median()), float(_rms(alone - ordinary.last_logits) / ordinary.noise)
+        if median <= MOST_BY_MEDIAN and single <= MOST_ALONE:
+            return ""
+        return (
+            f"they differ from those of an ordinary run {max(median, single):.1f} times as much as two ordinary runs "
+            f"differ from each other"
+        )
+
+
+def _some(layers: list[Any]) -> list[Any]:
+    """The first ones and the last two."""
+    return layers if len(layers) <= LAYERS_ON_CPU else [*layers[: LAYERS_ON_CPU - 2], *layers[-2:]]
+
+
+@contextmanager
+def _changed(slots_by_layer: dict[Any, Tensor]) -> Iterator[None]:
+    """Other contents in some slots of some layers, and the old ones afterwards."""
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    for layer, slots in slots_by_layer.items():
+        for states in (layer.keys, layer.values):
+            before = states[:, :, slots]
+            kept.append((states, slots, before))
+            states[:, :, slots] = 2 * _noise_like(before[:, :, :1]) - 3 * before
+    try:
+        yield
+    finally:
+        for states, slots, before in kept:
+            states[:, :, slots] = before
+
+
+def _noise_like(states: Tensor) -> Tensor:
+    """Random numbers of the same size, from a source of their own."""
+    generator = torch.Generator(states.device).manual_seed(0)
+    noise = torch.randn(states.shape, generator=generator, device=states.device)
+    scale = _rms(states.flatten())
+    return (noise * torch.where(scale > 0, scale, 1.0)).to(states.dtype)
+
+
+def _rms(values: Tensor) -> Tensor:
+    """Root mean square, one number."""
+    return values.float().square().mean().sqrt()
+
+
+def _largest_window(model: PreTrainedModel) -> int:
+    """Of all windows that the config names, in slots; some models apply theirs by index, whatever the mask says."""
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    sizes = [size for name, size in settings.items() if "window" in name and isinstance(size, int)]
+    return min(max(sizes, default=0), LARGEST_WINDOW)
+
+
+def _tokens(first: int, count: int, like: Tensor) -> Tensor:
+    return 7 * torch.arange(first, first + count, device=like.device) + 1
+
+
+def _first_line(error: Exception | None) -> str:
+    return (str(error).splitlines() or [""])[0]
