@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .renamed import renamed, with_old_names
+
 POLICIES = ("auto", "autoregressive", "vanilla", "pearl", "specbranch")
 RUNTIMES = ("auto", "eager", "graph", "compile")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
@@ -18,10 +20,17 @@ DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
 # A captured draft stage takes all its steps, so its length must be in proportion: 1.3B beside 33B took 1.3 ms a step
 # for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
 CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
-OUTCOMES, FEW_OUTCOMES = 12, 4  # branches for corrections, by a draft that is cheap, and by one that is not
-RUNNERS_UP = 6  # with a chain of 8, the token before it and the one that is read again: 16, a block of our kernels
+REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = (
+    12,
+    4,
+)  # branches for corrections, by a draft that is cheap, and by one that is not
+TREE_LEAVES = 6  # with a chain of 8, the token before it and the one that is read again: 16, a block of our kernels
 
 
+RENAMED = {"max_outcomes": "max_rejection_branches", "runners_up": "tree_leaves"}
+
+
+@with_old_names(**RENAMED)
 @dataclass(frozen=True)
 class SpecBranchConfig:
     """Settings of one speculative generation.
@@ -47,7 +56,7 @@ class SpecBranchConfig:
             in the paper. "auto": what the policy "auto" chooses, and 0 under the others.
         runners_up: how many of the draft's second choices, at the chain positions most likely to be rejected, the
             target checks in the same pass ("vanilla" and "specbranch"); where one is right, the pass brings one token
-            more. They take no drafting, but make the pass wider. "auto": as for `max_outcomes`.
+            more. They take no drafting, but make the pass wider. "auto": as for `max_rejection_branches`.
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
@@ -74,8 +83,8 @@ class SpecBranchConfig:
     max_draft_length: int | str = "auto"
     confidence_threshold: float | str = "auto"
     max_branches: int = 4
-    max_outcomes: int | str = "auto"
-    runners_up: int | str = "auto"
+    max_rejection_branches: int | str = "auto"
+    tree_leaves: int | str = "auto"
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
@@ -89,7 +98,7 @@ class SpecBranchConfig:
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
-        for name in ("max_outcomes", "runners_up"):
+        for name in ("max_rejection_branches", "tree_leaves"):
             if (given := getattr(self, name)) not in ("auto", 0) or isinstance(given, bool):
                 _whole_number(name, given, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
@@ -125,18 +134,18 @@ class SpecBranchConfig:
         """
         large = captured and not cheap
         beyond = captured and self.policy == "auto"  # what the paper does not have
-        outcomes, leaves = self.max_outcomes, self.runners_up
+        outcomes, leaves = self.max_rejection_branches, self.tree_leaves
         if outcomes == "auto":
-            outcomes = 0 if not beyond else FEW_OUTCOMES if large else OUTCOMES
+            outcomes = 0 if not beyond else FEW_REJECTION_BRANCHES if large else REJECTION_BRANCHES
         if leaves == "auto":
-            leaves = RUNNERS_UP if beyond else 0
+            leaves = TREE_LEAVES if beyond else 0
         return replace(
             self,
             policy="specbranch" if self.policy == "auto" else self.policy,
             max_draft_length=CAPTURED_LENGTH if large and self.max_draft_length == "auto" else self.draft_length,
             confidence_threshold=self.threshold(alone=captured and alone),
-            max_outcomes=outcomes,
-            runners_up=leaves,
+            max_rejection_branches=outcomes,
+            tree_leaves=leaves,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,6 +164,7 @@ class SpecBranchConfig:
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> SpecBranchConfig:
         """The inverse of `to_dict`; unknown names are an error."""
+        settings = renamed(cls.__name__, settings, RENAMED)
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(settings) - set(names)):
             raise ValueError(f"unknown SpecBranchConfig settings {unknown}: expected some of {names}")

@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyResult:
     """What the doctor found.
 
     Args:
@@ -97,7 +97,7 @@ def examine(
     repeats: int = 2,
     runtime: str = "auto",
     tick: Callable[[], None] = lambda: None,
-) -> Report:
+) -> VerifyResult:
     """Check a pair, measure it on a few prompts, and say what to expect of each policy.
 
     Args:
@@ -123,13 +123,13 @@ def examine(
     """
     checks = check_everything(target, draft, tokenizer, draft_tokenizer)
     if failed := [check for check in checks if check.state == FAILED]:
-        return Report(checks, f"This pair cannot be used: {failed[0].found}")
+        return VerifyResult(checks, f"This pair cannot be used: {failed[0].found}")
     model = specbranch(target)
     inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
     inputs, agreements = record_all(model, draft, inputs, max_new_tokens, tick)
     if not agreements:
         checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
-        return Report(checks, "Nothing could be measured: " + checks[-1].found)
+        return VerifyResult(checks, "Nothing could be measured: " + checks[-1].found)
     measurement = measure_costs(
         model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=repeats, tick=tick
     )
@@ -230,7 +230,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _conclude(
     checks: list[Check], agreements: list[Agreement], measurement: Measurement, runtime: str, cheap: bool
-) -> Report:
+) -> VerifyResult:
     costs, plain = measurement.costs, measurement.plain
     ranked = rank(agreements, costs, runtime=runtime, captured=measurement.captured, cheap=cheap)
     rows = [_row(name, measurement, plain) for name in ("autoregressive", "vanilla", "pearl", "specbranch")]
@@ -242,7 +242,7 @@ def _conclude(
     rows.append(Row("auto", auto.to_dict(), choice.tokens_per_second, choice.tokens_per_second / plain))
     alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
     verdict, worthwhile = _verdict(ranked[0], alone, plain)
-    return Report(
+    return VerifyResult(
         checks=checks,
         verdict=verdict,
         agreement=_agreement(agreements),

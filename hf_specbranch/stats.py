@@ -5,18 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from .renamed import with_old_names
 
-class Sum(NamedTuple):
+
+class Totals(NamedTuple):
     """Forwards of one kind, taken together."""
 
     seconds: float = 0.0
     forwards: int = 0
     positions: int = 0  # tokens they read of a row
 
-    def __add__(self, other: Sum) -> Sum:  # type: ignore[override]
-        return Sum(self.seconds + other.seconds, self.forwards + other.forwards, self.positions + other.positions)
+    def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
+        return Totals(self.seconds + other.seconds, self.forwards + other.forwards, self.positions + other.positions)
 
 
+@with_old_names(
+    outcome_points="rejection_points",
+    outcome_hits="rejection_hits",
+    outcome_hit_rate="rejection_hit_rate",
+    runners_up="tree_leaves",
+    runner_up_hits="tree_leaf_hits",
+)
 @dataclass
 class SpecBranchStats:
     """Counts and times of one `generate()` call, all rows of the batch together.
@@ -47,10 +56,10 @@ class SpecBranchStats:
     wasted_branch_tokens: int = 0
     branch_points: int = 0  # verdicts that reached a fork
     branch_hits: int = 0  # of these, the ones after which a branch lived on
-    outcome_points: int = 0  # verdicts that ended the chain early although branches were there for that case
-    outcome_hits: int = 0  # of these, the ones after which a branch lived on
-    runners_up: int = 0  # runner-up tokens the target checked beside the chains
-    runner_up_hits: int = 0  # of these, the ones that were right and brought a further token
+    rejection_points: int = 0  # verdicts that ended the chain early although branches were there for that case
+    rejection_hits: int = 0  # of these, the ones after which a branch lived on
+    tree_leaves: int = 0  # runner-up tokens the target checked beside the chains
+    tree_leaf_hits: int = 0  # of these, the ones that were right and brought a further token
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: verdicts that accepted i drafted tokens
     draft_seconds: float = 0.0  # drafting that could run beside the target
     hidden_seconds: float = 0.0  # the part of it during which the target ran too
@@ -79,9 +88,9 @@ class SpecBranchStats:
         return _ratio(self.branch_hits, self.branch_points)
 
     @property
-    def outcome_hit_rate(self) -> float:
+    def rejection_hit_rate(self) -> float:
         """How often a branch survived where the chain was cut short."""
-        return _ratio(self.outcome_hits, self.outcome_points)
+        return _ratio(self.rejection_hits, self.rejection_points)
 
     @property
     def hidden_fraction(self) -> float:

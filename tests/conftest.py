@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.static_buffers import Desk
+from hf_specbranch.runtime.static_buffers import Buffers
 
 from .models import llama, noisy_copy
 
@@ -30,7 +30,7 @@ def draft(target):
 def fixed_stages(monkeypatch):
     """Stages of fixed shape, as where they are captured; here they run as they are."""
     monkeypatch.setattr(EagerRunner, "captures", True)
-    monkeypatch.setattr(EagerRunner, "desk", lambda self, settings: Desk(self.device, fixed=True))
+    monkeypatch.setattr(EagerRunner, "buffers", lambda self, settings: Buffers(self.device, static_shapes=True))
 
 
 @pytest.fixture(scope="session")

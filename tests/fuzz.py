@@ -100,8 +100,8 @@ def make_case(seed: int, number: int) -> FuzzCase:
         max_draft_length=draw.choice(("auto", 1, 2, 3, 4, 5, 9)),
         confidence_threshold=draw.choice(("auto", 0.0, 0.05, 0.2, 0.5, 0.9, 1.0)),
         max_branches=draw.randint(1, 6),
-        max_outcomes=draw.choice(("auto", 0, 0, 1, 3, 9)),
-        runners_up=draw.choice(("auto", 0, 0, 1, 3, 8)),
+        max_rejection_branches=draw.choice(("auto", 0, 0, 1, 3, 9)),
+        tree_leaves=draw.choice(("auto", 0, 0, 1, 3, 8)),
         overlap=draw.random() < 0.5,
         draft_sampling=draw.choice(("auto", "greedy", "sample")),
     )

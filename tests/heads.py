@@ -41,7 +41,7 @@ def trained_form(head, line, embeddings):
         return features, head.verdict(features)
 
 
-class Watched:
+class Observed:
     """A head in its trained form, as a hook that remembers what it was shown and what it said."""
 
     fresh_lines = True

@@ -2,10 +2,10 @@
 
 from contextlib import contextmanager
 
-from hf_specbranch.kernels.parallel_build import Rehearsal, _rehearsal
+from hf_specbranch.kernels.parallel_build import DryRun, _dry_run
 
 
-class BuildsNothing(Rehearsal):
+class BuildsNothing(DryRun):
     def __init__(self):
         self.met = []  # (kernel, its arguments, its options)
 
@@ -24,8 +24,8 @@ class BuildsNothing(Rehearsal):
 
 @contextmanager
 def in_rehearsal():
-    before = _rehearsal.set(found := BuildsNothing())
+    before = _dry_run.set(found := BuildsNothing())
     try:
         yield found
     finally:
-        _rehearsal.reset(before)
+        _dry_run.reset(before)

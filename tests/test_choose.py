@@ -49,7 +49,7 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
 def test_the_user_decides_whether_our_kernels_run(runtime, kernels, half, single, target, monkeypatch):
     """On a machine that seems to have a GPU; nothing is captured."""
     monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
-    monkeypatch.setattr(cuda_graph, "why_it_asks", lambda *_: "")
+    monkeypatch.setattr(cuda_graph, "why_it_syncs", lambda *_: "")
     for dtype, layers in ((torch.bfloat16, half), (torch.float32, single)):
         model = copy.deepcopy(target).to(dtype)
         with selection.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
@@ -139,7 +139,7 @@ def test_a_model_that_waits_once_is_asked_again(waits, modes, target, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     monkeypatch.setattr(EagerRunner, "forward", forward)
-    reason = cuda_graph.why_it_asks(model, masks)
+    reason = cuda_graph.why_it_syncs(model, masks)
     assert asked == ["error", "default", "error"][:modes] and mode[-1] == "default"
     assert bool(reason) == (waits == "always") == ("runs eagerly" in caplog.text)
-    assert cuda_graph.why_it_asks(model, masks) == reason and len(asked) == modes
+    assert cuda_graph.why_it_syncs(model, masks) == reason and len(asked) == modes

@@ -17,7 +17,7 @@ import torch
 import transformers as tf
 
 from hf_specbranch.kernels import fused, interface
-from hf_specbranch.kernels.attention_override import own_attention
+from hf_specbranch.kernels.attention_override import original_attention
 from hf_specbranch.runtime import compiled
 from hf_specbranch.runtime.compiled import FOLDER, compiled_layers, decoder_layers, lasting_folder
 from hf_specbranch.runtime.eager import EagerRunner
@@ -309,7 +309,7 @@ def test_layers_call_our_attention_as_one_operation(queries, attention, asked):
         asked.clear()
         with compiled_layers(model, TRACED, our_attention=ours):
             assert (model.config._attn_implementation != attention) == ours
-            assert own_attention(model.config) == attention
+            assert original_attention(model.config) == attention
             got = step(runner, queries).logits.float()
         assert asked.count(queries) == (2 if ours else 0)  # once a layer
         assert (got - plain).norm() <= 2e-2 * plain.norm()

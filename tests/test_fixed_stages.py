@@ -7,12 +7,12 @@ from transformers import LogitsProcessor
 from hf_specbranch import SpeculationHook, load_demo_pair
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.static_scoring import has_fixed_form
+from hf_specbranch.decoding.static_scoring import has_static_form
 from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.host_copies import Inbox
+from hf_specbranch.runtime.host_copies import HostCopies
 from hf_specbranch.runtime.mask_probe import mask_maker_for
-from hf_specbranch.runtime.overlap import Beside
-from hf_specbranch.runtime.static_buffers import Desk
+from hf_specbranch.runtime.overlap import Overlap
+from hf_specbranch.runtime.static_buffers import Buffers
 from hf_specbranch.stats import SpecBranchStats
 
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
@@ -23,17 +23,17 @@ pytestmark = pytest.mark.usefixtures("fixed_stages")
 
 def both(model, draft, monkeypatch, **kwargs):
     """The outputs and statistics with fixed stages and without."""
-    fixed = model.generate(**kwargs, assistant_model=draft), model.specbranch_stats
+    static_shapes = model.generate(**kwargs, assistant_model=draft), model.specbranch_stats
     assert not model.specbranch_stats.slowed_by
     with monkeypatch.context() as patch:
         patch.setattr(EagerRunner, "captures", False)
-        return fixed, (model.generate(**kwargs, assistant_model=draft), model.specbranch_stats)
+        return static_shapes, (model.generate(**kwargs, assistant_model=draft), model.specbranch_stats)
 
 
 COUNTS = (
     "new_tokens", "target_forwards", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "rollback_tokens",
-    "wasted_branch_tokens", "branch_points", "branch_hits", "outcome_points", "outcome_hits", "acceptance_histogram",
-    "runners_up", "runner_up_hits",
+    "wasted_branch_tokens", "branch_points", "branch_hits", "rejection_points", "rejection_hits",
+    "acceptance_histogram", "tree_leaves", "tree_leaf_hits",
 )  # fmt: skip
 
 
@@ -42,8 +42,10 @@ COUNTS = (
 def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
-    for gamma, epsilon, outcomes, runners_up in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
-        settings = config(policy, gamma=gamma, epsilon=epsilon, max_outcomes=outcomes, runners_up=runners_up)
+    for gamma, epsilon, rejection_branches, tree_leaves in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
+        settings = config(
+            policy, gamma=gamma, epsilon=epsilon, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves
+        )
         (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch=settings)
         assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
         for name in COUNTS:
@@ -56,11 +58,11 @@ def test_a_text_that_fills_a_pass_is_the_text_the_model_reads(length, draft):
     """Keys and values are those of the whole text read by the model itself."""
     tokens = prompt(length=length)["input_ids"]
     caches = []
-    for fixed in (True, False):
+    for static_shapes in (True, False):
         runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-        desk = Desk(draft.device, fixed=fixed)
+        buffers = Buffers(draft.device, static_shapes=static_shapes)
         everything = torch.ones_like(tokens, dtype=torch.bool)
-        model = DraftModel(desk, runner, everything, draft.config.vocab_size, [], 256, SpecBranchStats())
+        model = DraftModel(buffers, runner, everything, draft.config.vocab_size, [], 256, SpecBranchStats())
         with torch.no_grad():
             model.prefill(tokens)
         caches.append(torch.stack([torch.stack([layer.keys, layer.values]) for layer in runner.cache.layers]))
@@ -70,54 +72,54 @@ def test_a_text_that_fills_a_pass_is_the_text_the_model_reads(length, draft):
 
 def test_a_round_that_was_begun_in_vain_counts_nowhere():
     stats, place = SpecBranchStats(), torch.device("cpu")
-    with Beside(place, place, stats, overlap=False) as beside:
+    with Overlap(place, place, stats, enabled=False) as overlap:
         for gone in (1, 2):
-            with beside.working("draft"):
+            with overlap.working("draft"):
                 stats.draft_forwards, stats.draft_positions = 3 * gone, 4 * gone
-            with beside.working("verify"):
+            with overlap.working("verify"):
                 stats.target_forwards, stats.target_positions, stats.row_passes = gone, 5 * gone, gone
-            with beside.working("branch"):
+            with overlap.working("branch"):
                 pass
-        beside.give_up()
-        work = beside.take()
+        overlap.give_up()
+        work = overlap.take()
     assert (stats.target_forwards, stats.target_positions, stats.row_passes) == (1, 5, 1)
     assert (stats.draft_forwards, stats.draft_positions) == (3, 4)
     assert (work["draft"].forwards, work["verify"].positions) == (3, 5)
 
 
 def test_letters_arrive_in_order_and_are_not_written_over():
-    inbox, sheet = Inbox(torch.device("cpu")), torch.tensor([[1, 2]])
+    host_copies, sheet = HostCopies(torch.device("cpu")), torch.tensor([[1, 2]])
     for _ in range(3):
-        inbox.send(sheet)
+        host_copies.send(sheet)
         sheet += 2
-    assert inbox.read() == [[1, 2]]
-    inbox.skip()
-    assert inbox.read() == [[5, 6]]
+    assert host_copies.read() == [[1, 2]]
+    host_copies.skip()
+    assert host_copies.read() == [[5, 6]]
 
 
 def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
     """The text is the same, and fewer rounds begin by drafting."""
     model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
     forwards = []
-    for outcomes in (0, 8):
-        settings = config(gamma=4, epsilon=0.0, max_outcomes=outcomes)
+    for rejection_branches in (0, 8):
+        settings = config(gamma=4, epsilon=0.0, max_rejection_branches=rejection_branches)
         out = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
         assert torch.equal(out, target.generate(**kwargs))
-        assert (model.specbranch_stats.outcome_hits > 0) == (outcomes > 0)
+        assert (model.specbranch_stats.rejection_hits > 0) == (rejection_branches > 0)
         forwards.append(model.specbranch_stats.draft_forwards)
     assert forwards[1] < forwards[0]
 
 
-@pytest.mark.parametrize("outcomes", [0, 6])
-def test_a_runner_up_that_is_right_brings_a_token(outcomes, target, draft):
+@pytest.mark.parametrize("rejection_branches", [0, 6])
+def test_a_runner_up_that_is_right_brings_a_token(rejection_branches, target, draft):
     """The text is the same, in fewer passes of the target."""
     model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
     passes = []
-    for runners_up in (0, 6):
-        settings = config(gamma=4, epsilon=0.0, max_outcomes=outcomes, runners_up=runners_up)
+    for tree_leaves in (0, 6):
+        settings = config(gamma=4, epsilon=0.0, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves)
         out = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
         assert torch.equal(out, target.generate(**kwargs))
-        assert (model.specbranch_stats.runner_up_hits > 0) == (runners_up > 0)
+        assert (model.specbranch_stats.tree_leaf_hits > 0) == (tree_leaves > 0)
         passes.append(model.specbranch_stats.target_forwards)
     assert passes[1] < passes[0]
 
@@ -125,7 +127,9 @@ def test_a_runner_up_that_is_right_brings_a_token(outcomes, target, draft):
 def test_rows_that_end_early_leave_the_others_alone(target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(4), "max_new_tokens": 60, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
-    (out, stats), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4, max_outcomes=6))
+    (out, stats), (expected, _) = both(
+        model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4, max_rejection_branches=6)
+    )
     assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
     assert_counts_add_up(stats)
 
@@ -155,7 +159,7 @@ def test_a_head_runs_inside_the_stage(monkeypatch):
 @pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
 def test_samples_follow_the_targets_distribution(policy, drafting):
     model, _ = sampling_pair()
-    more = {"draft_sampling": drafting, "max_outcomes": 3, "runners_up": 3}
+    more = {"draft_sampling": drafting, "max_rejection_branches": 3, "tree_leaves": 3}
     settings = config(policy, gamma=2, k=3, epsilon=0.2, **more)
     assert p_value(draw(settings, samples=6_000), exact_distribution(model)) > SMALLEST_P
 
@@ -203,5 +207,5 @@ def test_what_slows_a_generation_is_said(extra, reason, target, draft):
 def test_a_penalty_that_spares_the_prompt_has_no_fixed_form():
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-    assert has_fixed_form(RepetitionPenaltyLogitsProcessor(1.2))
-    assert not has_fixed_form(RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3))
+    assert has_static_form(RepetitionPenaltyLogitsProcessor(1.2))
+    assert not has_static_form(RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3))

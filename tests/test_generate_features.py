@@ -369,15 +369,15 @@ def test_inference_mode_is_inherited(overlap, target, model, draft):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_autocast_is_inherited(overlap, target, draft, monkeypatch):
-    from hf_specbranch.decoding.verifier import Judge
+    from hf_specbranch.decoding.verifier import Verifier
 
-    seen, judge = [], Judge.__call__
+    seen, judge = [], Verifier.__call__
 
     def watch(self, step, *drafted):
         seen.append(step.logits.dtype)
         return judge(self, step, *drafted)
 
-    monkeypatch.setattr(Judge, "__call__", watch)
+    monkeypatch.setattr(Verifier, "__call__", watch)
     model = attached(target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         settings = config(overlap=overlap)

@@ -10,7 +10,7 @@ from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.kernels import interface, parallel_build
 from hf_specbranch.kernels.attention import attend
-from hf_specbranch.kernels.parallel_build import Rehearsal
+from hf_specbranch.kernels.parallel_build import DryRun
 from hf_specbranch.runtime.compiled import compiled_layers
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
@@ -107,17 +107,17 @@ def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
     """
     target, draft, tokenizer = load_demo_pair(device="cuda")
     inputs = tokenizer(python_prompts()[0].prompt, return_tensors="pt").to("cuda")
-    settings = config(policy, max_outcomes=4 if policy == "specbranch" else 0, runners_up=3, kernels=True)
+    settings = config(policy, max_rejection_branches=4 if policy == "specbranch" else 0, tree_leaves=3, kernels=True)
     drawn = {**inputs, "max_new_tokens": 32, "do_sample": True, "top_k": 0}
     met, drawn_texts = [], []
-    build = Rehearsal.build
+    build = DryRun.build
     for cold in (False, True):
         met.clear()
         monkeypatch.setattr(parallel_build, "_cold", [True] if cold else [])
         monkeypatch.setattr(parallel_build, "LONG", 60.0)  # whatever is built within that was on disk
         # What is built aside is no model's.
         monkeypatch.setattr(
-            Rehearsal, "build", lambda self, *args: (self.tells and met.append(args[0]), build(self, *args))
+            DryRun, "build", lambda self, *args: (self.tells and met.append(args[0]), build(self, *args))
         )
         model = specbranch(on_gpu(target))
         kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False}
@@ -165,14 +165,14 @@ def test_every_family_runs_under_graphs_or_falls_back(family):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypatch):
     from hf_specbranch.decoding import engine
-    from hf_specbranch.runtime.host_copies import Inbox
+    from hf_specbranch.runtime.host_copies import HostCopies
 
     model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
     kwargs = {**to_gpu(prompt()), "max_new_tokens": 40, "do_sample": False, "assistant_model": draft}
     settings = config(policy, runtime="graph")
     for _ in range(2):  # first stages are captured, then some that the first text did not need
         model.generate(**kwargs, specbranch=settings)
-    read_prompt, read = engine.read_prompt, Inbox.read
+    read_prompt, read = engine.read_prompt, HostCopies.read
 
     def then_forbid_waiting(parts):
         feedback = read_prompt(parts)
@@ -185,7 +185,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
         return read(self)
 
     monkeypatch.setattr(engine, "read_prompt", then_forbid_waiting)
-    monkeypatch.setattr(Inbox, "read", count)
+    monkeypatch.setattr(HostCopies, "read", count)
     try:
         model.generate(**kwargs, specbranch=settings)
     finally:

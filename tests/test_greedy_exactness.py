@@ -35,7 +35,7 @@ CASES = st.fixed_dictionaries(
         "gamma": st.integers(1, 8),
         "k": st.integers(1, 6),
         "outcomes": st.sampled_from([0, 0, 1, 4, 9]),
-        "runners_up": st.sampled_from([0, 0, 1, 3, 8]),
+        "tree_leaves": st.sampled_from([0, 0, 1, 3, 8]),
         "epsilon": st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]),
         "new_tokens": st.integers(1, 40),
     }
@@ -45,7 +45,7 @@ CASES = st.fixed_dictionaries(
 def check(case):
     target, model, draft = pair(case["kind"], case["model_seed"])
     inputs = prompt(case["rows"], case["length"], case["prompt_seed"])
-    more = {"overlap": case["overlap"], "max_outcomes": case["outcomes"], "runners_up": case["runners_up"]}
+    more = {"overlap": case["overlap"], "max_rejection_branches": case["outcomes"], "tree_leaves": case["tree_leaves"]}
     settings = config(case["policy"], case["gamma"], case["k"], case["epsilon"], **more)
     expected = target.generate(**inputs, do_sample=False, max_new_tokens=case["new_tokens"])
     got = model.generate(

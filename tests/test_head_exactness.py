@@ -7,7 +7,7 @@ from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding import drafter as drafter_module
 
-from .heads import Watched, balance, random_head
+from .heads import Observed, balance, random_head
 from .models import assert_counts_add_up, attached, config, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
@@ -26,7 +26,7 @@ def settings_with(head, drafting="sample"):
 def balanced_head(kind):
     """A head for the sampling pair that holds some lines back and not others."""
     head = random_head(*sampling_pair(), gamma=2, **KINDS[kind])
-    watched = Watched(head, sampling_pair()[0])
+    watched = Observed(head, sampling_pair()[0])
     draw(settings_with(watched), samples=1000)
     return balance(head, torch.cat(watched.shown))
 
@@ -50,7 +50,7 @@ def test_sampled_output_stays_the_targets(kind, drafting):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
-    watched = Watched(balanced_head(kind), sampling_pair()[0])
+    watched = Observed(balanced_head(kind), sampling_pair()[0])
     draw(settings_with(watched), samples=1000)
     assert 0.05 < (torch.cat(watched.said) == 0).float().mean() < 0.95
 

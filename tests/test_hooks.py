@@ -8,8 +8,8 @@ from hf_specbranch.decoding.hooks import (
     ConfidenceStop,
     DraftState,
     HookList,
+    LengthHeadHook,
     Survivor,
-    ThreeWay,
     TopKBranches,
 )
 from hf_specbranch.runtime.overlap import shared_time
@@ -41,7 +41,7 @@ def test_the_less_sure_the_wider(confidence, width):
 
 @pytest.mark.parametrize(("verdict", "kept"), [(0, 0), (1, 1), (2, 3)])
 def test_a_head_overrules_confidence_unless_it_says_one(verdict, kept):
-    head = ThreeWay(lambda survivor: torch.full_like(survivor.length, verdict))
+    head = LengthHeadHook(lambda survivor: torch.full_like(survivor.length, verdict))
     hooks = HookList([head, ConfidenceStop(0.5)])
     assert hooks.keep(survivor([0.9, 0.4, 0.9])).tolist() == [kept]
 

@@ -31,7 +31,7 @@ from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
-from hf_specbranch.kernels.graph_split import cutting
+from hf_specbranch.kernels.graph_split import splitting
 from hf_specbranch.kernels.linear import BLOCK, PLANS, Parts, Plan, fits, linear, linear_in_parts, linear_reference
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
@@ -810,7 +810,7 @@ def test_a_recorded_stage_is_cut_once_behind_its_second_layer():
     with torch.no_grad(), fused(model):
         model(ids)  # finds out what stands in; nothing is recorded yet
         cuts.clear()
-        with cutting(lambda: cuts.append("cut")):
+        with splitting(lambda: cuts.append("cut")):
             model(ids)
             model(ids)
         model(ids)

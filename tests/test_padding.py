@@ -13,7 +13,7 @@ def same_as_plain(target, rows=3):
     draft, model = noisy_copy(target, noise=0.05, seed=1), attached(target)
     for policy in ("autoregressive", "vanilla", "specbranch"):
         arguments = dict(**prompt(rows, length=8), max_new_tokens=16, do_sample=False)
-        got = model.generate(**arguments, assistant_model=draft, specbranch=config(policy, runners_up=2))
+        got = model.generate(**arguments, assistant_model=draft, specbranch=config(policy, tree_leaves=2))
         assert torch.equal(got, target.generate(**arguments)), policy
     return model
 

@@ -20,7 +20,7 @@ from hf_specbranch.planning import online
 from hf_specbranch.planning.chooser import (
     MOST_HIDDEN,
     SURELY_BETTER,
-    Stretch,
+    SegmentTiming,
     choose,
     ordinary_text,
     plans_within,
@@ -29,8 +29,8 @@ from hf_specbranch.planning.chooser import (
 )
 from hf_specbranch.planning.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
 from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.static_buffers import CapturedDesk
-from hf_specbranch.stats import Sum
+from hf_specbranch.runtime.static_buffers import StaticBuffers
+from hf_specbranch.stats import Totals
 
 from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
@@ -49,22 +49,22 @@ def every_plan():
 def at_random(monkeypatch):
     """Plans that change every few rounds, for no reason."""
 
-    def legs(self):
+    def segments(self):
         dice = random.Random(len(self.plans))
         while True:
             plan = dice.choice(self.plans)
-            yield online.Leg(plan, dice.randint(1, 3), dice.random() < 0.5)
+            yield online.PlanSegment(plan, dice.randint(1, 3), dice.random() < 0.5)
 
-    monkeypatch.setattr(online.Planner, "legs", legs)
+    monkeypatch.setattr(online.Planner, "segments", segments)
 
 
-class KeptDesk(CapturedDesk):
+class KeptBuffers(StaticBuffers):
     """Memory and stages that are used again by the next drafter with the same plan, as on a GPU.
 
     A replay is the stage as it was first met: what it has not read from memory is not renewed.
     """
 
-    def run(self, key, stage, in_kernels=False):
+    def run(self, key, stage, only_our_kernels=False):
         self.graphs.setdefault(key, stage)()
 
 
@@ -72,12 +72,12 @@ class KeptDesk(CapturedDesk):
 def kept_desks(monkeypatch):
     """Stages of fixed shape."""
 
-    def desk(self, settings):
-        desks = self.__dict__.setdefault("desks", {})
-        return desks.setdefault(settings, KeptDesk(self.device, None))
+    def buffers(self, settings):
+        buffers_by_settings = self.__dict__.setdefault("desks", {})
+        return buffers_by_settings.setdefault(settings, KeptBuffers(self.device, None))
 
     monkeypatch.setattr(EagerRunner, "captures", True)
-    monkeypatch.setattr(EagerRunner, "desk", desk)
+    monkeypatch.setattr(EagerRunner, "buffers", buffers)
 
 
 @pytest.fixture
@@ -85,11 +85,11 @@ def in_turn(monkeypatch):
     """These plans, a round each."""
 
     def follow(*plans):
-        def legs(self):
+        def segments(self):
             for plan in itertools.cycle(plans):
-                yield online.Leg(plan, 1, False)
+                yield online.PlanSegment(plan, 1, False)
 
-        monkeypatch.setattr(online.Planner, "legs", legs)
+        monkeypatch.setattr(online.Planner, "segments", segments)
         monkeypatch.setattr(assembly_module, "plans_within", lambda *_: list(plans))
 
     return follow
@@ -108,7 +108,7 @@ def test_plans_may_change_at_any_time_and_the_text_does_not(at_random, request, 
     model = attached(target)
     assert torch.equal(model.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=small), expected)
     stats = model.specbranch_stats
-    assert len({leg["plan"] for leg in stats.plans}) > 3
+    assert len({segment["plan"] for segment in stats.plans}) > 3
     assert_counts_add_up(stats)
 
 
@@ -118,7 +118,7 @@ def test_stages_of_fixed_shape_follow_changing_plans_too(kept_desks, at_random, 
     model = attached(target)
     assert torch.equal(model.generate(**run, assistant_model=draft), target.generate(**run))
     stats = model.specbranch_stats
-    assert not stats.slowed_by and len({leg["plan"] for leg in stats.plans}) > 3
+    assert not stats.slowed_by and len({segment["plan"] for segment in stats.plans}) > 3
     assert_counts_add_up(stats)
 
 
@@ -130,19 +130,19 @@ def test_stages_of_fixed_shape_sample_from_the_target_when_plans_change(kept_des
 
 
 def test_runners_up_that_were_right_are_read_before_another_plan_takes_over(in_turn, target):
-    leaves = SpecBranchConfig("specbranch", 4, confidence_threshold=0.0, max_outcomes=0, runners_up=8)
-    in_turn(leaves, replace(leaves, policy="autoregressive", runners_up=0))
+    leaves = SpecBranchConfig("specbranch", 4, confidence_threshold=0.0, max_rejection_branches=0, tree_leaves=8)
+    in_turn(leaves, replace(leaves, policy="autoregressive", tree_leaves=0))
     small, model, hits = noisy_copy(target, noise=0.4, seed=3), attached(target), 0
     for seed in range(4):
         run = {**prompt(seed=seed), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
         assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
-        hits += model.specbranch_stats.runner_up_hits
+        hits += model.specbranch_stats.tree_leaf_hits
     assert hits > 3
 
 
 def test_a_cache_that_is_handed_back_holds_runners_up_in_their_places(target):
     """Whatever the last round did, a second turn on the same cache continues as plain generate() does."""
-    config = SpecBranchConfig(policy="specbranch", max_draft_length=4, confidence_threshold=0.0, runners_up=8)
+    config = SpecBranchConfig(policy="specbranch", max_draft_length=4, confidence_threshold=0.0, tree_leaves=8)
     small, hits = noisy_copy(target, noise=0.4, seed=3), 0
     model = attached(target)
     for count in range(2, 26):
@@ -153,7 +153,7 @@ def test_a_cache_that_is_handed_back_holds_runners_up_in_their_places(target):
                 **prompt(), past_key_values=cache, max_new_tokens=count, do_sample=False, eos_token_id=None,
                 **small_one, **more,
             )  # fmt: skip
-            hits += more != {} and model.specbranch_stats.runner_up_hits
+            hits += more != {} and model.specbranch_stats.tree_leaf_hits
             texts.append(first)
         assert torch.equal(*texts)
         keys = [torch.stack([layer.keys for layer in cache.layers]) for cache in caches]
@@ -169,7 +169,7 @@ def test_sampling_stays_exact_when_plans_change(at_random, drafting):
 
 
 def test_drafters_that_share_their_randomness_are_noticed(in_turn, monkeypatch):
-    vanilla = SpecBranchConfig("vanilla", 1, confidence_threshold=0.0, max_outcomes=0, runners_up=0)
+    vanilla = SpecBranchConfig("vanilla", 1, confidence_threshold=0.0, max_rejection_branches=0, tree_leaves=0)
     in_turn(vanilla, replace(vanilla, max_draft_length=2))
     monkeypatch.setattr(assembly_module, "make_seeds", lambda call: itertools.repeat(int(torch.randint(2**62, (1,)))))
     model, _ = sampling_pair()
@@ -190,18 +190,20 @@ def test_a_seed_gives_the_same_text_whatever_has_been_measured(target, draft):
 
 
 def test_what_the_user_has_set_stays():
-    given = SpecBranchConfig(max_draft_length=3, confidence_threshold=0.7, max_outcomes=2, runners_up=1, max_branches=2)
+    given = SpecBranchConfig(
+        max_draft_length=3, confidence_threshold=0.7, max_rejection_branches=2, tree_leaves=1, max_branches=2
+    )
     for plan in plans_within(given, captured=False):
         assert plan.max_draft_length == 3 and plan.confidence_threshold == 0.7 and plan.max_branches == 2
         foreseen = {"specbranch": (2, 1), "vanilla": (0, 1), "autoregressive": (0, 0)}
-        assert (plan.max_outcomes, plan.runners_up) == foreseen[plan.policy]
+        assert (plan.max_rejection_branches, plan.tree_leaves) == foreseen[plan.policy]
 
 
 def test_a_chain_that_fills_a_block_leaves_no_room_for_runners_up():
     for length, most in ((4, 8), (8, 6), (13, 1), (14, 0), (15, 0), (40, 0)):
         plans = plans_within(SpecBranchConfig(max_draft_length=length), captured=True)
-        assert max(plan.runners_up for plan in plans) == most
-        assert all(plan.runners_up in (0, most) for plan in plans)
+        assert max(plan.tree_leaves for plan in plans) == most
+        assert all(plan.tree_leaves in (0, most) for plan in plans)
 
 
 def test_a_draft_that_is_always_right_drafts_much_and_one_that_never_is_nothing():
@@ -245,12 +247,12 @@ def test_prices_explain_the_rounds_they_come_from(a_pass, token, step, branch, h
     token, step, branch, loop = a_pass * token, a_pass * step, a_pass * step * branch, a_pass * loop
 
     def stretch(sent, steps, ahead, width, overlap):
-        draft = Sum(10 * steps * step, 10 * steps, 10 * steps)
-        verify = Sum(10 * (a_pass + sent * token), 10, 10 * (1 + sent))
-        beside = Sum(10 * ahead * (step + (width - 1) * branch), 10 * ahead, 10 * ahead * width)
+        draft = Totals(10 * steps * step, 10 * steps, 10 * steps)
+        verify = Totals(10 * (a_pass + sent * token), 10, 10 * (1 + sent))
+        beside = Totals(10 * ahead * (step + (width - 1) * branch), 10 * ahead, 10 * ahead * width)
         saved = hidden * min(verify.seconds, beside.seconds) if overlap else 0.0
         seconds = 10 * loop + draft.seconds + verify.seconds + beside.seconds - saved
-        return Stretch(10, 20, seconds, overlap, draft, verify, beside)
+        return SegmentTiming(10, 20, seconds, overlap, draft, verify, beside)
 
     found = prices([stretch(8, 2, 9, 6, False), stretch(8, 2, 9, 6, True), stretch(0, 0, 0, 1, False)])
     expected = StepCosts(a_pass + loop, token, step, branch, hidden)
@@ -261,7 +263,8 @@ def test_prices_explain_the_rounds_they_come_from(a_pass, token, step, branch, h
 
 def test_passes_are_priced_between_the_widths_that_were_timed():
     timed = [
-        Stretch(4, 4, 0.04 * t, False, Sum(), Sum(0.04 * t, 4, 4 * q), Sum()) for q, t in ((1, 1), (5, 2), (9, 1.9))
+        SegmentTiming(4, 4, 0.04 * t, False, Totals(), Totals(0.04 * t, 4, 4 * q), Totals())
+        for q, t in ((1, 1), (5, 2), (9, 1.9))
     ]
     costs = prices(timed)
     assert [round(100 * costs.pass_over(sent), 2) for sent in (0, 2, 4, 8)] == [1.0, 1.5, 2.0, 2.0]  # never faster
@@ -272,15 +275,15 @@ def test_passes_are_priced_between_the_widths_that_were_timed():
 def test_a_surprise_is_thought_over_and_remembered():
     known, plans = online.Knowledge(), every_plan()
     planner = online.Planner(plans, True, "here", known, None, lambda: [NEVER], lambda: 10)
-    legs, leg = until_chosen(planner, NEVER)
-    assert leg.plan.policy == "autoregressive"
+    segments, segment = until_chosen(planner, NEVER)
+    assert segment.plan.policy == "autoregressive"
     planner.agreements = lambda: [ALWAYS] * 4
-    leg = legs.send(priced(leg, ALWAYS))  # a plan without a draft is thought over
-    assert leg.plan.max_draft_length == 12 and leg.plan.policy != "autoregressive"
-    as_predicted = priced(leg, ALWAYS)
-    assert legs.send(as_predicted).plan == leg.plan and known.choices[planner.situation].plan == leg.plan
+    segment = segments.send(priced(segment, ALWAYS))  # a plan without a draft is thought over
+    assert segment.plan.max_draft_length == 12 and segment.plan.policy != "autoregressive"
+    as_predicted = priced(segment, ALWAYS)
+    assert segments.send(as_predicted).plan == segment.plan and known.choices[planner.situation].plan == segment.plan
     planner.agreements = lambda: [NEVER] * 4
-    assert legs.send(priced(leg, NEVER)).plan.policy == "autoregressive"
+    assert segments.send(priced(segment, NEVER)).plan.policy == "autoregressive"
 
 
 def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
@@ -289,8 +292,8 @@ def test_doing_without_a_draft_is_thought_over_ever_more_rarely():
     for generation in range(40):
         ask = partial(lambda now: thoughts.append(now) or [NEVER], generation)
         planner = online.Planner(plans, True, "here", known, None, ask, lambda: 10)
-        legs, leg = until_chosen(planner, NEVER)
-        planner.end(leg, priced(leg, NEVER))
+        segments, segment = until_chosen(planner, NEVER)
+        planner.end(segment, priced(segment, NEVER))
     assert sorted(set(thoughts)) == [*range(5), 8, 16, 32]  # the first choice, then after these
 
 
@@ -300,21 +303,21 @@ def test_each_of_the_last_texts_counts_once():
     for text in texts[:3]:
         half = from_token(text, 0, 40)
         planner = online.Planner(plans, True, "here", known, None, partial(list, [half]), lambda: 10)
-        _, leg = until_chosen(planner, text)
+        _, segment = until_chosen(planner, text)
         planner.agreements = partial(list, [text])
-        planner.end(leg, priced(leg, text)._replace(disturbed=True))
+        planner.end(segment, priced(segment, text)._replace(disturbed=True))
     assert known.texts.remember(-1, []) == texts[:3]
     assert sum(stretch.disturbed for stretch in planner.timed.values()) == 0
 
 
 def test_texts_that_are_generated_at_once_are_told_apart():
     known, plans = online.Knowledge(), every_plan()
-    under_way = []
+    in_flight = []
     for text in (ALWAYS, NEVER):
         planner = online.Planner(plans, True, "here", known, None, partial(list, [text]), lambda: 10)
-        under_way.append((planner, until_chosen(planner, text)[1], text))
-    for planner, leg, text in under_way:
-        planner.end(leg, priced(leg, text))
+        in_flight.append((planner, until_chosen(planner, text)[1], text))
+    for planner, segment, text in in_flight:
+        planner.end(segment, priced(segment, text))
     assert known.texts.remember(-1, []) == [ALWAYS, NEVER]
 
 
@@ -331,8 +334,8 @@ def test_drawn_texts_teach_nothing_and_do_not_count():
     known, plans = online.Knowledge(), every_plan()
     for _ in range(9):
         planner = online.Planner(plans, True, "here", known, CHEAP_DRAFT, lambda: [NEVER], lambda: 10)
-        leg = next(planner.legs())
-        planner.end(leg, priced(leg, NEVER))
+        segment = next(planner.segments())
+        planner.end(segment, priced(segment, NEVER))
     assert known == online.Knowledge(texts=known.texts) and known.texts.remember(-1, []) == []
 
 
@@ -340,36 +343,38 @@ def test_texts_may_differ_without_a_change_of_plan():
     """A round that takes what it should and gains somewhat less or more is no reason to think."""
     known, plans = online.Knowledge(), every_plan()
     planner = online.Planner(plans, True, "here", known, None, lambda: [ALWAYS], lambda: 10)
-    legs, leg = until_chosen(planner, ALWAYS)
+    segments, segment = until_chosen(planner, ALWAYS)
     planner.agreements = lambda: pytest.fail("it was thought over")
-    took = priced(leg, ALWAYS)
-    assert legs.send(took._replace(tokens=0.7 * took.tokens)).plan == leg.plan
-    assert legs.send(took._replace(tokens=1.5 * took.tokens, seconds=0.9 * took.seconds)).plan == leg.plan
+    took = priced(segment, ALWAYS)
+    assert segments.send(took._replace(tokens=0.7 * took.tokens)).plan == segment.plan
+    assert segments.send(took._replace(tokens=1.5 * took.tokens, seconds=0.9 * took.seconds)).plan == segment.plan
     planner.agreements = lambda: [ALWAYS]
     before = dict(known.ratios)
-    legs.send(took._replace(seconds=1.5 * took.seconds))
+    segments.send(took._replace(seconds=1.5 * took.seconds))
     assert known.ratios != before
 
 
 def until_chosen(planner, agreement, costs=CHEAP_DRAFT):
     """The legs, once all is measured, and the first that follows a choice."""
-    legs = planner.legs()
-    leg = next(legs)
-    while leg.predicted is None:
-        leg = legs.send(priced(leg, agreement, costs))
-    return legs, leg
+    segments = planner.segments()
+    segment = next(segments)
+    while segment.predicted is None:
+        segment = segments.send(priced(segment, agreement, costs))
+    return segments, segment
 
 
-def priced(leg, agreement, costs=CHEAP_DRAFT):
+def priced(segment, agreement, costs=CHEAP_DRAFT):
     """What a leg takes at these prices."""
-    played = replay(agreement, leg.plan, captured=True)[: leg.rounds]
+    played = replay(agreement, segment.plan, captured=True)[: segment.rounds]
     parts = [costs.parts(each) for each in played]
     steps, beside = sum(each.steps_before for each in played), sum(each.steps_beside for each in played)
-    draft = Sum(steps * costs.draft_step, steps, steps)
-    verify = Sum(sum(t for t, _ in parts), len(played), sum(1 + each.sent for each in played))
-    branch = Sum(sum(b for _, b in parts), beside, sum(each.steps_beside * each.width for each in played))
+    draft = Totals(steps * costs.draft_step, steps, steps)
+    verify = Totals(sum(t for t, _ in parts), len(played), sum(1 + each.sent for each in played))
+    branch = Totals(sum(b for _, b in parts), beside, sum(each.steps_beside * each.width for each in played))
     tokens = sum(each.committed for each in played)
-    return Stretch(len(played), tokens, costs.seconds(played, leg.overlap), leg.overlap, draft, verify, branch)
+    return SegmentTiming(
+        len(played), tokens, costs.seconds(played, segment.overlap), segment.overlap, draft, verify, branch
+    )
 
 
 def test_usual_costs_follow_the_size_of_the_models(target, draft):
@@ -394,26 +399,26 @@ def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(size
     texts = [*recordings("good"), *recordings("good", temperature=0.8)]
     chosen = [choose(every_plan(), [text], costs, True).plan for text in texts]
     assert {plan.policy for plan in chosen} == {"vanilla"}
-    assert sum(plan.runners_up > 0 for plan in chosen) >= len(texts) - 1  # a text that the draft knows by heart
+    assert sum(plan.tree_leaves > 0 for plan in chosen) >= len(texts) - 1  # a text that the draft knows by heart
     for text, plan in zip(texts, chosen):
         promised = predict([text], plan, costs, True).tokens_per_second
-        leafy = [predict([text], each, costs, True).tokens_per_second for each in every_plan() if each.runners_up]
+        leafy = [predict([text], each, costs, True).tokens_per_second for each in every_plan() if each.tree_leaves]
         assert max(leafy) > 0.99 * promised
     first = choose(every_plan(), [ordinary_text(5)], costs, True).plan
-    assert (first.policy, first.max_draft_length) == ("vanilla", length) and first.runners_up > 0
+    assert (first.policy, first.max_draft_length) == ("vanilla", length) and first.tree_leaves > 0
 
 
 def test_a_sampled_text_begins_with_what_suits_an_ordinary_draft_and_changes_only_for_much_more():
     costs, plans = usual_costs(of_size("7b"), of_size("68m"), captured=True), [PAPER, *every_plan()]
     planner = online.Planner(plans, True, "here", online.Knowledge(), costs, list, lambda: 10)
-    legs = planner.legs()
-    first = next(legs).plan
+    segments = planner.segments()
+    first = next(segments).plan
     assert first == choose(plans, [ordinary_text(5)], costs, True).plan != PAPER
     for text in (*recordings("good"), ALWAYS, NEVER):
         planner.agreements = partial(list, [text])
-        legs = planner.legs()
-        next(legs)
-        then = legs.send(None).plan
+        segments = planner.segments()
+        next(segments)
+        then = segments.send(None).plan
         promised, now = (predict([text], plan, costs, True).tokens_per_second for plan in (then, first))
         best = choose(plans, [text], costs, True).tokens_per_second
         assert then == first if best <= SURELY_BETTER * now else promised == best
@@ -462,15 +467,15 @@ def seconds_of_a_text(text, costs, known):
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     most, seen = max(costs.hidden, MOST_HIDDEN), lambda: [from_token(text, 0, done)] if done > 15 else []
     planner = online.Planner(plans, True, "here", known, None, seen, lambda: 10, most)
-    legs = planner.legs()
-    leg = next(legs)
+    segments = planner.segments()
+    segment = next(segments)
     while True:
-        took = priced(leg, from_token(text, done), costs)
+        took = priced(segment, from_token(text, done), costs)
         done, seconds = done + int(took.tokens), seconds + took.seconds
         if done + 2 > len(text.rank):
-            planner.end(leg, took)
+            planner.end(segment, took)
             return seconds
-        leg = legs.send(took)
+        segment = segments.send(took)
 
 
 @pytest.mark.parametrize("which", ["good", pytest.param("weak", marks=pytest.mark.slow)])
@@ -506,7 +511,7 @@ def test_a_plan_is_chosen_by_the_end_of_the_first_text():
 def test_on_two_gpus_it_beats_the_method_of_the_paper():
     """The embedded pair's texts, priced with a device for each model: at least 1.1 times as fast."""
     found = recordings("good")
-    paper = SpecBranchConfig(policy="specbranch", max_outcomes=0, runners_up=0)
+    paper = SpecBranchConfig(policy="specbranch", max_rejection_branches=0, tree_leaves=0)
     for ratio in (4, 10):
         costs = StepCosts(0.01, 5e-5, 0.01 / ratio, 5e-5).on_gpus(2)
         of_the_paper = max(
@@ -527,7 +532,9 @@ def test_legs_add_up_and_say_what_was_predicted(target, draft):
         model.generate(**prompt(), max_new_tokens=200, do_sample=False, eos_token_id=None, assistant_model=draft)
     stats = model.specbranch_stats
     assert stats.policy == "auto"
-    assert sum(leg["tokens"] for leg in stats.plans) == stats.new_tokens - 1  # the first comes from the prompt's pass
+    assert (
+        sum(segment["tokens"] for segment in stats.plans) == stats.new_tokens - 1
+    )  # the first comes from the prompt's pass
     assert stats.plans[-1]["predicted_tokens_per_second"] > 0
     assert "plans" in stats.to_dict()
 
@@ -539,7 +546,7 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
     def explored(length, new):
         inputs = prompt(length=length)
         model.generate(**inputs, max_new_tokens=new, do_sample=False, eos_token_id=None, assistant_model=draft)
-        return sum(leg["predicted_tokens_per_second"] is None for leg in model.specbranch_stats.plans)
+        return sum(segment["predicted_tokens_per_second"] is None for segment in model.specbranch_stats.plans)
 
     # Three plans, two legs each, of which the second is timed; after the fourth generation one again. Drafting beside
     # the target is timed too if these times say that it could pay.
@@ -555,11 +562,11 @@ def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     planner = online.Planner(plans, True, "here", online.Knowledge(), None, lambda: [ALWAYS], lambda: 10)
     two_gpus = StepCosts(0.004, 0.0, 4e-4, 0.0, hidden=1.0)
-    legs, leg = until_chosen(planner, ALWAYS, two_gpus)
-    assert leg.overlap
+    segments, segment = until_chosen(planner, ALWAYS, two_gpus)
+    assert segment.overlap
     planner.context = lambda: 5000
-    leg = legs.send(priced(leg, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
-    assert leg.predicted is None and leg.rounds == online.WARM_UP
+    segment = segments.send(priced(segment, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
+    assert segment.predicted is None and segment.rounds == online.WARM_UP
 
 
 @pytest.mark.parametrize(("hidden", "step", "tried"), [(0.4, 8.5e-5, False), (1.0, 4e-4, True)], ids=["one GPU", "two"])
@@ -569,8 +576,8 @@ def test_drafting_beside_the_target_is_timed_only_where_it_could_pay(hidden, ste
     most = 1.0 if tried else MOST_HIDDEN
     planner = online.Planner(plans, True, "here", online.Knowledge(), None, lambda: [text], lambda: 10, most)
     costs = StepCosts(0.0041, 1e-5, step, 3e-6, hidden=hidden)
-    _, leg = until_chosen(planner, text, costs)
-    assert any(overlap for _, overlap in planner.timed) == tried == leg.overlap
+    _, segment = until_chosen(planner, text, costs)
+    assert any(overlap for _, overlap in planner.timed) == tried == segment.overlap
 
 
 def test_settled_policies_are_not_planned(target, draft):

@@ -36,13 +36,13 @@ def read(monkeypatch, fixed_stages):
     """The lengths of prompts that a target has read so (with shorter steps than usual), as they come."""
     monkeypatch.setattr(prefill, "STEP", 64)
     monkeypatch.setattr(prefill, "MOST", 512)
-    lengths, original = [], target_module.read_at_once
+    lengths, original = [], target_module.prefill_captured
 
     def look_on(runner, tokens, positions):
         lengths.append(tokens.shape[1])
         return original(runner, tokens, positions)
 
-    monkeypatch.setattr(target_module, "read_at_once", look_on)
+    monkeypatch.setattr(target_module, "prefill_captured", look_on)
     return lengths
 
 
@@ -79,7 +79,7 @@ def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
     target, draft = pair
     kwargs = run(tokens(length, rows))
     model = attached(target)
-    settings = config(gamma=3, max_outcomes=2, runners_up=2)
+    settings = config(gamma=3, max_rejection_branches=2, tree_leaves=2)
     assert torch.equal(model.generate(**kwargs, assistant_model=draft, specbranch=settings), target.generate(**kwargs))
     assert not model.specbranch_stats.slowed_by
     assert read == ([length] if length <= most else [])
@@ -89,7 +89,7 @@ def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
 def test_every_policy_goes_on_from_a_prompt_read_so(policy, read, pair):
     target, draft = pair
     kwargs = run(tokens(70, rows=2), max_new_tokens=40, eos_token_id=[EOS, *range(10, 14)])
-    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(policy, runners_up=3))
+    out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(policy, tree_leaves=3))
     assert torch.equal(out, target.generate(**kwargs)) and read == [70]
 
 
@@ -97,7 +97,7 @@ def test_every_policy_goes_on_from_a_prompt_read_so(policy, read, pair):
 def test_keys_and_values_are_those_of_the_models_own_reading(length, read, pair):
     target, draft = pair
     kwargs = run(tokens(length, rows=2), return_dict_in_generate=True, min_new_tokens=12)
-    ours = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(gamma=2, runners_up=2))
+    ours = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(gamma=2, tree_leaves=2))
     theirs = target.generate(**kwargs)
     assert torch.equal(ours.sequences, theirs.sequences) and read == [length]
     for mine, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
@@ -162,14 +162,18 @@ def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-    prefill.read_at_once(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
+    prefill.prefill_captured(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
     other = tokens(length)
-    assert prefill.can_read_aside(runner, other, used=448) and not prefill.can_read_aside(runner, other, used=449)
-    assert not prefill.can_read_aside(runner, tokens(65), used=0)
+    assert prefill.can_read_in_spare_slots(runner, other, used=448) and not prefill.can_read_in_spare_slots(
+        runner, other, used=449
+    )
+    assert not prefill.can_read_in_spare_slots(runner, tokens(65), used=0)
     with torch.no_grad():
-        torch.testing.assert_close(prefill.read_aside(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            prefill.read_in_spare_slots(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5
+        )
     assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
 
 
@@ -190,7 +194,9 @@ def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_sta
     monkeypatch.setattr(Assembly, "agreements", look_on)
     aside = []
     monkeypatch.setattr(
-        assembly_module, "read_aside", lambda runner, text: (aside.append(text), prefill.read_aside(runner, text))[1]
+        assembly_module,
+        "read_in_spare_slots",
+        lambda runner, text: (aside.append(text), prefill.read_in_spare_slots(runner, text))[1],
     )
     kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
@@ -200,7 +206,7 @@ def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_sta
 def test_samples_follow_the_targets_distribution(read, monkeypatch):
     monkeypatch.setattr(prefill, "MOST", 64 * sampling.ROWS)
     model, _ = sampling_pair()
-    settings = config(gamma=2, k=3, epsilon=0.2, draft_sampling="sample", max_outcomes=3, runners_up=3)
+    settings = config(gamma=2, k=3, epsilon=0.2, draft_sampling="sample", max_rejection_branches=3, tree_leaves=3)
     assert p_value(draw(settings, samples=3_000), exact_distribution(model)) > SMALLEST_P
     assert read == [sampling.PROMPT.shape[1]] * 3
 

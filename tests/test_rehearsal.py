@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_specbranch.kernels import can_rehearse, fuse, fused, parallel_build, rehearse
+from hf_specbranch.kernels import build_in_parallel, can_build_in_parallel, fuse, fused, parallel_build
 from hf_specbranch.kernels.fuse import _RECIPES
 from hf_specbranch.kernels.module_check import Call, agreeing
-from hf_specbranch.kernels.parallel_build import Kernel, Rehearsal, rehearse_aside, rehearsing, room
+from hf_specbranch.kernels.parallel_build import DryRun, Kernel, build_in_background, is_dry_run, room
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
@@ -59,13 +59,13 @@ def test_what_noise_may_cause_is_not_heard_of_and_everything_else_is(monkeypatch
     def fail(error):
         raise error
 
-    rehearse(lambda: fail(IndexError("noise")), GPU)
+    build_in_parallel(lambda: fail(IndexError("noise")), GPU)
     for error in (TimeoutError, KeyboardInterrupt):
         with pytest.raises(error):
-            rehearse(lambda error=error: fail(error()), GPU)
-    assert not rehearsing()
+            build_in_parallel(lambda error=error: fail(error()), GPU)
+    assert not is_dry_run()
     monkeypatch.setattr(parallel_build, "_cold", [False])
-    rehearse(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
+    build_in_parallel(lambda: fail(KeyboardInterrupt()), GPU)  # kernels are on disk: there is no rehearsal
 
 
 class Jitted:
@@ -91,7 +91,7 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
     """And not where they are found on disk: then the rehearsal ends with the second."""
     met, kernels = [], [Kernel(Jitted()) for _ in range(4)]
     monkeypatch.setattr(parallel_build, "LONG", 0.05 if cold else 10)
-    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: cold and kernel is kernels[1] and until_told())
+    monkeypatch.setattr(DryRun, "_build", lambda _, kernel, *__: cold and kernel is kernels[1] and until_told())
 
     def stage():
         for kernel in kernels:
@@ -99,7 +99,7 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
             kernel[(1,)]()
 
     for _ in range(2):
-        rehearse(stage, GPU)
+        build_in_parallel(stage, GPU)
     assert parallel_build._cold == [cold]
     assert [record.message for record in caplog.records if "builds its GPU kernels" in record.message] == (
         ["hf_specbranch builds its GPU kernels: some seconds, once on this machine"] if cold else []
@@ -110,7 +110,7 @@ def test_the_user_is_told_once_that_kernels_are_built(cold, new_process, monkeyp
 def test_a_trial_does_not_take_the_end_of_a_rehearsal_for_a_failure(new_process, monkeypatch):
     setting_up, own, met = Kernel(Jitted()), Kernel(Jitted()), []
     monkeypatch.setattr(parallel_build, "LONG", 10)
-    monkeypatch.setattr(Rehearsal, "_build", lambda *_: None)
+    monkeypatch.setattr(DryRun, "_build", lambda *_: None)
     x, modules = torch.ones(1, 2), [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
 
     def stand_in(x):
@@ -122,7 +122,7 @@ def test_a_trial_does_not_take_the_end_of_a_rehearsal_for_a_failure(new_process,
         setting_up[(1,)]()
         agreeing(dict.fromkeys(modules, stand_in), dict.fromkeys(modules, Call((x,), {}, x)))
 
-    rehearse(trial, GPU)
+    build_in_parallel(trial, GPU)
     assert met == [own]
 
 
@@ -140,7 +140,7 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
         order.append(kernel)
 
     def aside():
-        assert rehearsing()
+        assert is_dry_run()
         setting_up[(1,)]()
 
     def stage():
@@ -148,23 +148,23 @@ def test_what_is_built_aside_sets_triton_up_and_a_models_first_kernel_tells(cold
         for kernel in (own, another):
             kernel[(1,)]()
 
-    monkeypatch.setattr(Rehearsal, "_build", build)
+    monkeypatch.setattr(DryRun, "_build", build)
     for _ in range(2):  # the second is one too many
-        rehearse_aside(aside, GPU)
-    assert not rehearsing()  # here: that is a matter of each thread
+        build_in_background(aside, GPU)
+    assert not is_dry_run()  # here: that is a matter of each thread
     threading.Timer(0.05, may_build.set).start()
-    rehearse(stage, GPU)
+    build_in_parallel(stage, GPU)
     assert order[:2] == [setting_up, "begun"]
     assert set(order[2:]) == ({own, another} if cold else {own}) and parallel_build._cold == [cold]
 
 
 def test_a_further_model_may_need_kernels_that_are_not_on_disk(new_process, monkeypatch):
     setting_up, own, another = (Kernel(Jitted()) for _ in range(3))
-    monkeypatch.setattr(Rehearsal, "_build", lambda _, kernel, *__: kernel is another and until_told())
+    monkeypatch.setattr(DryRun, "_build", lambda _, kernel, *__: kernel is another and until_told())
 
     def told(kernels, new_model, long):
         monkeypatch.setattr(parallel_build, "LONG", long)
-        rehearse(lambda: [kernel[(1,)]() for kernel in kernels], GPU, new_model)
+        build_in_parallel(lambda: [kernel[(1,)]() for kernel in kernels], GPU, new_model)
         return list(parallel_build._cold)
 
     assert told([setting_up, own], new_model=True, long=10) == [False]
@@ -185,7 +185,7 @@ def test_a_launch_waits_until_triton_is_set_up_aside_even_if_that_fails(new_proc
         order.append("ended")
         raise ValueError("that nothing was built for")
 
-    rehearse_aside(aside, GPU)
+    build_in_background(aside, GPU)
     threading.Timer(0.05, may_end.set).start()
     Kernel(Launched())[(1,)]()
     assert order == ["ended", "launched"]
@@ -202,7 +202,7 @@ def test_where_no_thread_can_be_started_nothing_waits_for_it(new_process, monkey
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    rehearse_aside(lambda: None, GPU)
+    build_in_background(lambda: None, GPU)
     Kernel(Launched())[(1,)]()
     assert launched == [(1,)]
 
@@ -211,7 +211,7 @@ def test_where_no_thread_can_be_started_nothing_waits_for_it(new_process, monkey
 def test_a_pass_in_a_rehearsal_leaves_the_cache_alone(family):
     model = make(family)
     fuse(model)
-    assert can_rehearse(model)
+    assert can_build_in_parallel(model)
     runner = EagerRunner(model, mask_maker_for(model, "target"))
     tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_a_pass_in_a_rehearsal_leaves_the_cache_alone(family):
         positions = runner.slot_positions.clone()
         noise = torch.zeros((1, 2), dtype=torch.long)
         with fused(model), in_rehearsal():
-            runner.forward_as_it_is(noise, noise, noise, torch.ones((1, 2, 8), dtype=torch.bool))
+            runner.forward_uncaptured(noise, noise, noise, torch.ones((1, 2, 8), dtype=torch.bool))
     for layer, (keys, values) in zip(runner.cache.layers, kept):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     assert torch.equal(runner.slot_positions, positions)
@@ -244,12 +244,12 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
         with in_rehearsal():
             stage()
 
-    monkeypatch.setattr(sys.modules[can_rehearse.__module__], "rehearse", rehearse_here)
+    monkeypatch.setattr(sys.modules[can_build_in_parallel.__module__], "build_in_parallel", rehearse_here)
     with torch.no_grad():
-        assert can_rehearse(model, passes) is whole
+        assert can_build_in_parallel(model, passes) is whole
         assert len(seen) == 1 and _RECIPES[model] is not seen[0]  # what a rehearsal finds out is noise
         assert not runner.cache.layers  # and so is what it writes
-        can_rehearse(model, passes)
+        can_build_in_parallel(model, passes)
         assert len(seen) == 1  # what is known is not rehearsed again
         tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
         torch.testing.assert_close(runner.prefill(tokens, slots, None), model(tokens).logits[:, -1])
@@ -262,13 +262,13 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
 def test_models_that_run_code_of_their_own_or_are_watched_are_not_rehearsed():
     model = make("llama")
     with torch.autocast("cpu", torch.bfloat16):
-        assert not can_rehearse(model) and model not in _RECIPES
-    assert can_rehearse(model)
+        assert not can_build_in_parallel(model) and model not in _RECIPES
+    assert can_build_in_parallel(model)
     assert not _RECIPES[model].shared.weights  # held no longer than needed
     hook = model.lm_head.register_forward_hook(lambda *_: None)
-    assert not can_rehearse(model)
+    assert not can_build_in_parallel(model)
     hook.remove()
-    assert can_rehearse(model)
+    assert can_build_in_parallel(model)
 
 
 def test_nothing_is_found_out_about_a_model_in_a_rehearsal():

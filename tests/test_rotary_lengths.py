@@ -73,7 +73,7 @@ def test_texts_that_cross_the_border_are_those_of_plain_generate(name, rows, pol
         inputs = prompt(rows, length=length, vocabulary=VOCABULARY, seed=length)
         arguments = dict(**inputs, max_new_tokens=40 - length // 2, do_sample=False)
         expected = target.generate(**arguments)
-        got = model.generate(**arguments, **more, specbranch=config(policy, gamma=4, runners_up=3))
+        got = model.generate(**arguments, **more, specbranch=config(policy, gamma=4, tree_leaves=3))
         assert torch.equal(got, expected), (length, got, expected)
 
 

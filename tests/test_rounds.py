@@ -19,32 +19,32 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_specbranch import SpecBranchStats, SpeculationHook
-from hf_specbranch.decoding.acceptance import NO_TOKEN, NONE, judge_choices, judge_samples
+from hf_specbranch.decoding.acceptance import NO_TOKEN, NONE, accept_choices, accept_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.drafter import Drafter, NoDrafter, put_first
-from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, ThreeWay, TopKBranches
-from hf_specbranch.decoding.likely_rejections import Foresight
-from hf_specbranch.decoding.pending_draft import Line
+from hf_specbranch.decoding.drafter import Drafter, NoDrafter, own_token_first
+from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, LengthHeadHook, TopKBranches
+from hf_specbranch.decoding.likely_rejections import LikelyRejections
+from hf_specbranch.decoding.pending_draft import PendingDraft
 from hf_specbranch.decoding.policies import POLICIES
 from hf_specbranch.decoding.quick_drafter import QuickDrafter, is_plain
 from hf_specbranch.decoding.quick_judge import QuickJudge
 from hf_specbranch.decoding.quick_target import QuickTarget
-from hf_specbranch.decoding.state import Branches, Chain, Feedback, Leaves, Report
+from hf_specbranch.decoding.state import Branches, DraftTokens, Feedback, TreeLeaves, VerifyResult
 from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Text
-from hf_specbranch.decoding.verifier import Judge
+from hf_specbranch.decoding.verifier import Verifier
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.parallel_build import rehearsing
-from hf_specbranch.kernels.rounds import inputs as tips
+from hf_specbranch.kernels.parallel_build import is_dry_run
+from hf_specbranch.kernels.rounds import inputs as inputs
 from hf_specbranch.kernels.rounds import memory
 from hf_specbranch.kernels.warm_up import _kernels_of_every_model
 from hf_specbranch.runtime.base import Step
 from hf_specbranch.runtime.eager import SMALLEST, EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
-from hf_specbranch.runtime.static_buffers import Desk
+from hf_specbranch.runtime.static_buffers import Buffers
 
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
 from .rehearsals import in_rehearsal
@@ -74,7 +74,7 @@ def on_kernels(examples=50):
 def small_blocks(monkeypatch):
     """Vocabularies and slots are looked at in several pieces."""
     monkeypatch.setattr(memory, "LARGEST_BLOCK", 16)
-    monkeypatch.setattr(tips, "MOST", 32)
+    monkeypatch.setattr(inputs, "MOST", 32)
 
 
 class Case(NamedTuple):
@@ -87,7 +87,7 @@ class Case(NamedTuple):
     own: int  # tokens the draft has more than the target
     policy: str
     width: int
-    outcomes: int
+    rejection_branches: int
     leaves: int
     epsilon: float
     cuts: bool  # another hook decides how much is sent
@@ -98,7 +98,7 @@ class Case(NamedTuple):
 seeds = st.integers(0, 99)
 
 
-def cases(*policies, **fixed):
+def cases(*policies, **static_shapes):
     drawn = dict(
         seed=seeds,
         rows=st.integers(1, 3),
@@ -107,21 +107,21 @@ def cases(*policies, **fixed):
         own=st.sampled_from([-3, 0, 5]),
         policy=st.sampled_from(policies),
         width=st.integers(1, 4),
-        outcomes=st.integers(0, 4),
+        rejection_branches=st.integers(0, 4),
         leaves=st.integers(0, 4),
         epsilon=st.sampled_from([0.0, 0.3]),
         cuts=st.booleans(),
         penalty=st.just(1.0),
         draws=st.just(False),
     )
-    return st.builds(Case, **{**drawn, **fixed})
+    return st.builds(Case, **{**drawn, **static_shapes})
 
 
-class OpenDesk(Desk):
+class OpenDesk(Buffers):
     """Memory that can be looked at by name."""
 
     def __init__(self):
-        super().__init__(torch.device(DEVICE), fixed=True)
+        super().__init__(torch.device(DEVICE), static_shapes=True)
 
     def tensor(self, name, shape, dtype=torch.long):
         return self.memory.setdefault(name, super().tensor(name, shape, dtype))
@@ -148,19 +148,37 @@ def drafter(kind, case, dtype=torch.float32):
     rows, gamma, policy = case.rows, case.gamma, POLICIES[case.policy]
     most = gamma * case.width
     branches = case.width if policy.forks else 1
-    outcomes, leaves = min(case.outcomes, most) * policy.forks, min(case.leaves, most) * policy.drafts_first
-    desk, stats, runner = OpenDesk(), SpecBranchStats(), small_runner(case.vocabulary + case.own, dtype)
+    rejection_branches, leaves = (
+        min(case.rejection_branches, most) * policy.forks,
+        min(case.leaves, most) * policy.drafts_first,
+    )
+    buffers, stats, runner = OpenDesk(), SpecBranchStats(), small_runner(case.vocabulary + case.own, dtype)
     torch.manual_seed(case.seed)
     processors = [RepetitionPenaltyLogitsProcessor(case.penalty)] if case.penalty != 1 else []
-    draft = DraftModel(desk, runner, padded(rows, PROMPT), case.vocabulary, processors, CAPACITY, stats)
+    draft = DraftModel(buffers, runner, padded(rows, PROMPT), case.vocabulary, processors, CAPACITY, stats)
     text = randint(0, case.vocabulary - 1, (rows, CAPACITY))
     reach = 2 * gamma + 2
-    generator = desk.generator("drafts", case.seed) if case.draws else None
-    line = Line(desk, text, randint(PROMPT, PROMPT + 4, (rows,)), CAPACITY, reach, case.vocabulary, generator)
+    generator = buffers.generator("drafts", case.seed) if case.draws else None
+    pending = PendingDraft(
+        buffers, text, randint(PROMPT, PROMPT + 4, (rows,)), CAPACITY, reach, case.vocabulary, generator
+    )
     rules = [ConfidenceStop(case.epsilon)] if case.epsilon > 0 else []
     hooks = HookList([*([Half()] if case.cuts else []), *rules, TopKBranches(case.width)])
-    foresight = Foresight(desk, line, gamma, case.width, max(outcomes, leaves))
-    made = kind(desk, draft, line, policy, gamma, branches, outcomes, leaves, foresight, hooks, LIMIT, stats)
+    likely_rejections = LikelyRejections(buffers, pending, gamma, case.width, max(rejection_branches, leaves))
+    made = kind(
+        buffers,
+        draft,
+        pending,
+        policy,
+        gamma,
+        branches,
+        rejection_branches,
+        leaves,
+        likely_rejections,
+        hooks,
+        LIMIT,
+        stats,
+    )
     made.prefill(PROMPT)
     put_in_the_middle(made)
     return made
@@ -183,31 +201,38 @@ def padded(rows, length):
 
 def put_in_the_middle(made):
     """A line is drafted, part of it is a chain that is being verified, and branches stand where the policy has any."""
-    line, siblings, foresight, runner = made.line, made.siblings, made.foresight, made.model.runner
-    rows = (line.count,)
-    for part in (line, siblings):
+    pending, side_branches, likely_rejections, runner = (
+        made.pending,
+        made.side_branches,
+        made.likely_rejections,
+        made.model.runner,
+    )
+    rows = (pending.count,)
+    for part in (pending, side_branches):
         part.scores.copy_(distributions(part.scores.shape))
         part.confidence.copy_(part.scores.max(-1).values)
-    line.end += randint(0, line.reach, rows)
-    line.fed.copy_(line.end - randint(0, 2, rows))
-    made.chain_length.copy_(randint(0, line.length.clamp(max=made.gamma), rows))
-    made.point.copy_(line.start + made.chain_length)
+    pending.end += randint(0, pending.reach, rows)
+    pending.fed.copy_(pending.end - randint(0, 2, rows))
+    made.sent_length.copy_(randint(0, pending.length.clamp(max=made.gamma), rows))
+    made.point.copy_(pending.start + made.sent_length)
     made.count.copy_(randint(0, 9, rows))
     made.survived.copy_(randint(0, 1, rows))
     made.ahead.copy_(randint(0, 3, rows))  # mostly
-    foresight.tokens.copy_(randint(0, 10, foresight.tokens.shape))
-    foresight.at.copy_(randint(NONE, made.chain_length[:, None] - 1, foresight.at.shape))
+    likely_rejections.tokens.copy_(randint(0, 10, likely_rejections.tokens.shape))
+    likely_rejections.at.copy_(randint(NONE, made.sent_length[:, None] - 1, likely_rejections.at.shape))
     made.branch_tokens.copy_(randint(0, 10, made.branch_tokens.shape))
     if made.policy.drafts_ahead:
         ahead = made.ahead[:, None]
-        line.end.copy_(torch.where(made.ahead, torch.maximum(line.end, made.point + 1 + made.depth), line.end))
+        pending.end.copy_(torch.where(made.ahead, torch.maximum(pending.end, made.point + 1 + made.depth), pending.end))
         made.width.copy_(torch.where(made.ahead, randint(1, made.branches, rows), 0))
-        at = torch.where(made.order < made.width[:, None], made.chain_length[:, None], NONE)
+        at = torch.where(made.order < made.width[:, None], made.sent_length[:, None], NONE)
         made.branch_at[:, : made.branches] = at
-        outcomes = made.branch_at[:, made.branches :]
-        outcomes.copy_(torch.where(ahead, randint(NONE, made.chain_length[:, None] - 1, outcomes.shape), NONE))
-    siblings.open(made.point, forks_of(made), made.branch_tokens[:, 1:])
-    siblings.tokens[:, :, 1:] = randint(0, 10, siblings.tokens[:, :, 1:].shape)
+        rejection_branches = made.branch_at[:, made.branches :]
+        rejection_branches.copy_(
+            torch.where(ahead, randint(NONE, made.sent_length[:, None] - 1, rejection_branches.shape), NONE)
+        )
+    side_branches.open(made.point, forks_of(made), made.branch_tokens[:, 1:])
+    side_branches.tokens[:, :, 1:] = randint(0, 10, side_branches.tokens[:, :, 1:].shape)
     runner.slot_positions.copy_(randint(0, 15, runner.slot_positions.shape))
     for layer in runner.cache.layers:
         layer.keys.normal_()
@@ -216,7 +241,7 @@ def put_in_the_middle(made):
 
 def forks_of(made):
     at = made.branch_at[:, 1:]
-    return torch.where(at == NONE, made.point[:, None], made.line.start[:, None] + at)
+    return torch.where(at == NONE, made.point[:, None], made.pending.start[:, None] + at)
 
 
 def both(case):
@@ -227,22 +252,24 @@ def a_verdict(made, seed):
     """Any that can come: with or without a survivor and a bonus token, cut short or not, ending a text or not."""
     torch.manual_seed(seed)
     rows = []
-    for b in range(made.line.count):
+    for b in range(made.pending.count):
         options = [NONE, *(k for k, at in enumerate(made.branch_at[b].tolist()) if at != NONE)]
         survivor = options[torch.randint(len(options), ())]
-        length = int(made.chain_length[b])
+        length = int(made.sent_length[b])
         accepted = int(made.branch_at[b, survivor]) if survivor >= 0 else int(torch.randint(length + 1, ()))
         token = int(made.branch_tokens[b, survivor]) if survivor >= 0 else int(torch.randint(10, ()))
-        bonus = int(torch.randint(10, ())) if torch.rand(()) < 0.4 else NONE
-        committed = allowed = accepted + 1 + (bonus >= 0)
+        continuation = int(torch.randint(10, ())) if torch.rand(()) < 0.4 else NONE
+        committed = allowed = accepted + 1 + (continuation >= 0)
         if torch.rand(()) < 0.4:
             committed = int(torch.randint(allowed, ()))
         finished = committed < allowed or bool(torch.rand(()) < 0.2)
-        rows.append([committed, accepted, token, survivor, bonus, finished, int(made.line.start[b]) + committed])
-    told = torch.tensor(rows, device=DEVICE).T.contiguous().long()
+        rows.append(
+            [committed, accepted, token, survivor, continuation, finished, int(made.pending.start[b]) + committed]
+        )
+    round_result = torch.tensor(rows, device=DEVICE).T.contiguous().long()
     complete = [row[0] == row[1] + 1 + (row[4] >= 0) for row in rows]
     moved = any(whole and row[3] > 0 for whole, row in zip(complete, rows))
-    return Feedback(told, None, moved, line_ended=True)
+    return Feedback(round_result, None, moved, draft_ended=True)
 
 
 def assert_same(got, expected, name=""):
@@ -258,7 +285,7 @@ def assert_alike(quick, plain):
 
 def what_is_read(made):
     """Everything on a drafter's desk, less the entries that nobody reads and branches that are not open."""
-    found, closed = dict(made.desk.memory), made.branch_at == NONE
+    found, closed = dict(made.buffers.memory), made.branch_at == NONE
     for name in ("line.ids", "line.confidence", "line.scores"):
         found[name] = found[name][:, :-1]
     for name in ("siblings.tokens", "siblings.confidence", "siblings.scores"):
@@ -267,30 +294,30 @@ def what_is_read(made):
     for name in ("branches.tokens", "branches.following"):
         if name in found:
             found[name] = found[name].masked_fill(closed, 0)
-    found["foresight.tokens"] = made.foresight.tokens.masked_fill(made.foresight.at == NONE, 0)
+    found["foresight.tokens"] = made.likely_rejections.tokens.masked_fill(made.likely_rejections.at == NONE, 0)
     del found["fresh"]  # is of interest to hooks alone
     return found
 
 
 def line_tips(made, queries):
-    line = made.line
-    columns = (line.end[:, None] - queries + line.offsets[:queries]).clamp(min=0)
+    pending = made.pending
+    columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=0)
     return (
-        line.ids.gather(1, columns), columns, made.model.positions.gather(1, columns),
+        pending.ids.gather(1, columns), columns, made.model.positions.gather(1, columns),
         made.model.text_up_to(columns, SHOWN),
     )  # fmt: skip
 
 
 def branch_tips(made, step):
-    siblings = made.siblings
-    tokens, columns, slots = siblings.tips(step)
-    own = tokens, slots, made.model.positions.gather(1, columns), siblings.visible(step, SHOWN)
+    side_branches = made.side_branches
+    tokens, columns, slots = side_branches.inputs(step)
+    own = tokens, slots, made.model.positions.gather(1, columns), side_branches.visible(step, SHOWN)
     return tuple(torch.cat(parts, dim=1) for parts in zip(line_tips(made, 1), own))
 
 
 def what_the_draft_says(made, queries):
     """Logits over its own vocabulary, what they mean for the target's, noise, and tokens drawn with that."""
-    logits = 3 * torch.randn((made.line.count, queries, made.model.own_vocabulary), device=DEVICE)
+    logits = 3 * torch.randn((made.pending.count, queries, made.model.own_vocabulary), device=DEVICE)
     logits = logits.masked_fill(torch.rand_like(logits) < 0.3, -torch.inf)  # as by processors
     logits[..., 3] = 1.0
     said = made.model.distribution(logits, lambda: None, [])
@@ -299,7 +326,7 @@ def what_the_draft_says(made, queries):
 
 
 def assert_tips(got, expected, queries=slice(None)):
-    for name, one, other in zip(rounds.Tips._fields, got, expected, strict=True):
+    for name, one, other in zip(rounds.ForwardInputs._fields, got, expected, strict=True):
         assert torch.equal(one[:, queries], other[:, queries]), name
 
 
@@ -310,17 +337,17 @@ def assert_tips(got, expected, queries=slice(None)):
 @given(cases(*EVERY), st.integers(0, 2), st.booleans(), st.booleans())
 def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further, sticky, is_drawn):
     plain, quick = both(case)
-    line, (logits, said, noise, drawn) = plain.line, what_the_draft_says(plain, 1)
-    flag, bound = plain.ahead.clone(), line.end + randint(-2, 1, (case.rows,))
-    line.note(said[:, 0])
-    line.next.copy_(drawn[:, 0] if is_drawn else line.next)
-    going = flag & (line.end < bound + further) & ~plain.hooks.stop(line.state(line.end))
-    line.extend(going)
+    pending, (logits, said, noise, drawn) = plain.pending, what_the_draft_says(plain, 1)
+    flag, bound = plain.ahead.clone(), pending.end + randint(-2, 1, (case.rows,))
+    pending.note(said[:, 0])
+    pending.next.copy_(drawn[:, 0] if is_drawn else pending.next)
+    going = flag & (pending.end < bound + further) & ~plain.hooks.stop(pending.state(pending.end))
+    pending.extend(going)
     plain.count += going
 
-    after, flag = quick._line_tips(1, SHOWN), flag.clone()
+    after, flag = quick._pending_inputs(1, SHOWN), flag.clone()
     rounds.advance(
-        logits, quick.line_memory, after, quick.model.positions, flag, bound, quick.count, further, case.epsilon,
+        logits, quick.pending_buffers, after, quick.model.positions, flag, bound, quick.count, further, case.epsilon,
         sticky, noise=noise if is_drawn else None,
     )  # fmt: skip
     assert torch.equal(flag, going if sticky else plain.ahead)
@@ -332,23 +359,23 @@ def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further,
 @given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3), st.booleans())
 def test_kernel_advance_extends_all_branches(case, step, is_drawn):
     plain, quick = both(case)
-    step, siblings, line = step % plain.depth, plain.siblings, plain.line
+    step, side_branches, pending = step % plain.depth, plain.side_branches, plain.pending
     for made in (plain, quick):
-        made.line.end.copy_(made.point + 1 + made.chain_length % (made.depth + 1))
-    logits, said, noise, drawn = what_the_draft_says(plain, 1 + siblings.most)
-    after = rounds.Tips(*(part.clone() for part in branch_tips(plain, step)))
-    line.note(said[:, 0])
-    siblings.extend(step, logits[:, 1:])
+        made.pending.end.copy_(made.point + 1 + made.sent_length % (made.depth + 1))
+    logits, said, noise, drawn = what_the_draft_says(plain, 1 + side_branches.most)
+    after = rounds.ForwardInputs(*(part.clone() for part in branch_tips(plain, step)))
+    pending.note(said[:, 0])
+    side_branches.extend(step, logits[:, 1:])
     if is_drawn:
-        line.next.copy_(drawn[:, 0])
-        siblings.tokens[:, :, step + 1] = drawn[:, 1:]
-    going = plain.ahead & (line.end < plain.point + 1 + plain.depth)
-    line.extend(going)
+        pending.next.copy_(drawn[:, 0])
+        side_branches.tokens[:, :, step + 1] = drawn[:, 1:]
+    going = plain.ahead & (pending.end < plain.point + 1 + plain.depth)
+    pending.extend(going)
     plain.count += going
 
     rounds.advance(
-        logits, quick.line_memory, after, quick.model.positions, quick.ahead, quick.point, quick.count,
-        1 + quick.depth, siblings=quick.sibling_memory, step=step, noise=noise if is_drawn else None,
+        logits, quick.pending_buffers, after, quick.model.positions, quick.ahead, quick.point, quick.count,
+        1 + quick.depth, side_branches=quick.side_branch_buffers, step=step, noise=noise if is_drawn else None,
     )  # fmt: skip
     assert_alike(quick, plain)
     assert_tips(after, line_tips(plain, 1), slice(0, 1))
@@ -360,8 +387,8 @@ def test_kernel_advance_extends_all_branches(case, step, is_drawn):
 @given(cases("vanilla", "specbranch", leaves=st.integers(1, 8)))
 def test_kernel_foresee_finds_the_likeliest_corrections(case):
     plain, quick = both(case)
-    plain.foresight.look(plain.chain_length)
-    quick._foresee()
+    plain.likely_rejections.look(plain.sent_length)
+    quick._find_likely_rejections()
     assert_alike(quick, plain)
 
 
@@ -369,19 +396,22 @@ def test_kernel_foresee_finds_the_likeliest_corrections(case):
 @given(cases("pearl", "specbranch"))
 def test_kernel_fork_opens_the_branches(case):
     plain, quick = both(case)
-    line, ahead = plain.line, plain.ahead[:, None]
-    state, own = line.state(plain.point), line.ids.gather(1, plain.point[:, None])
+    pending, ahead = plain.pending, plain.ahead[:, None]
+    state, own = pending.state(plain.point), pending.ids.gather(1, plain.point[:, None])
     width = plain.hooks.fork(state).clamp(max=plain.branches) if plain.policy.forks else torch.ones_like(plain.width)
     plain.width.copy_(torch.where(plain.ahead, width, 0))
-    plain.branch_tokens[:, : plain.branches] = put_first(state.scores, own, plain.branches)
+    plain.branch_tokens[:, : plain.branches] = own_token_first(state.scores, own, plain.branches)
     is_open = plain.order < plain.width[:, None]
-    plain.branch_at[:, : plain.branches] = torch.where(is_open, plain.chain_length[:, None], NONE)
-    plain.branch_tokens[:, plain.branches :] = plain.foresight.tokens[:, : plain.outcomes]
-    plain.branch_at[:, plain.branches :] = torch.where(ahead, plain.foresight.at[:, : plain.outcomes], NONE)
+    plain.branch_at[:, : plain.branches] = torch.where(is_open, plain.sent_length[:, None], NONE)
+    plain.branch_tokens[:, plain.branches :] = plain.likely_rejections.tokens[:, : plain.rejection_branches]
+    plain.branch_at[:, plain.branches :] = torch.where(
+        ahead, plain.likely_rejections.at[:, : plain.rejection_branches], NONE
+    )
     plain.count += (plain.branch_at[:, 1:] != NONE).sum(1) * (1 + plain.depth)
 
     rounds.fork(
-        quick.line_memory, quick.point, quick.chain_length, quick.ahead, (quick.foresight.tokens, quick.foresight.at),
+        quick.pending_buffers, quick.point, quick.sent_length, quick.ahead, (quick.likely_rejections.tokens,
+        quick.likely_rejections.at),
         quick.branch_tokens, quick.branch_at, quick.width, quick.count, quick.branches, quick.depth, quick.widest,
     )  # fmt: skip
     assert torch.equal(quick.branch_tokens, plain.branch_tokens)
@@ -395,43 +425,53 @@ def test_kernel_follow_goes_where_the_verdict_says(case, seed):
     feedback = a_verdict(plain, seed)
     plain._follow(feedback)
 
-    line, siblings, runner = quick.line_memory, quick.sibling_memory, quick.model.runner
+    pending, side_branches, runner = quick.pending_buffers, quick.side_branch_buffers, quick.model.runner
     if feedback.moved:
-        rounds.adopt(feedback.told, line, siblings, [(layer.keys, layer.values) for layer in runner.cache.layers])
-    said = (feedback.told, line, siblings, runner.slot_positions, quick.limit, quick.depth, feedback.moved)
-    rounds.follow(*said, quick.after)
+        rounds.adopt(
+            feedback.round_result, pending, side_branches, [(layer.keys, layer.values) for layer in runner.cache.layers]
+        )
+    said = (
+        feedback.round_result,
+        pending,
+        side_branches,
+        runner.slot_positions,
+        quick.limit,
+        quick.depth,
+        feedback.moved,
+    )
+    rounds.resolve_pending(*said, quick.after)
     plain.count.zero_()
     assert_alike(quick, plain)
     assert_same(runner.slot_positions, plain.model.runner.slot_positions)
     for got, expected in zip(runner.cache.layers, plain.model.runner.cache.layers, strict=True):
         assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
 
-    room = torch.where(feedback.finished, 0, plain.limit - plain.line.start)
-    empty = plain.line.length == 0
+    room = torch.where(feedback.finished, 0, plain.limit - plain.pending.start)
+    empty = plain.pending.length == 0
     assert_same(quick.after.room, room)
     assert_same(quick.after.empty, empty)
     assert_same(quick.after.going, empty & (room > 1))
-    assert_same(quick.after.bound, plain.line.start + room - 1)
+    assert_same(quick.after.bound, plain.pending.start + room - 1)
 
 
 @on_kernels()
 @given(cases(*EVERY))
 def test_kernel_send_cuts_a_chain_off_the_line(case):
     plain, quick = both(case)
-    room, line = randint(0, case.gamma + 3, (case.rows,)), plain.line
+    room, pending = randint(0, case.gamma + 3, (case.rows,)), plain.pending
     kept = plain._cut(None)
-    plain.chain_length.copy_(torch.minimum(kept, room - 1).clamp(min=0, max=plain.gamma))
-    plain.ahead.copy_(plain.policy.drafts_ahead & (room > plain.chain_length + 1))
+    plain.sent_length.copy_(torch.minimum(kept, room - 1).clamp(min=0, max=plain.gamma))
+    plain.ahead.copy_(plain.policy.drafts_ahead & (room > plain.sent_length + 1))
     plain.survived.fill_(False)
     plain.width.zero_()
     plain.branch_at.fill_(NONE)
-    plain.point.copy_(line.start + plain.chain_length)
-    plain.chain_tokens.copy_(line.tokens(plain.gamma))
+    plain.point.copy_(pending.start + plain.sent_length)
+    plain.sent_tokens.copy_(pending.tokens(plain.gamma))
 
     given_ = kept if quick.asks else None
     epsilon = quick.epsilon if quick.policy.forks else 0.0
     ahead = quick.policy.drafts_ahead
-    rounds.send(quick.line_memory, quick.survived, room, given_, quick.sent, quick.line.reach, epsilon, ahead)
+    rounds.send(quick.pending_buffers, quick.survived, room, given_, quick.sent, quick.pending.reach, epsilon, ahead)
     assert_alike(quick, plain)
 
 
@@ -439,24 +479,24 @@ def test_kernel_send_cuts_a_chain_off_the_line(case):
 @given(cases(*EVERY), st.integers(1, 3))
 def test_kernel_read_on_gives_the_last_tokens_of_the_line(case, queries):
     quick = drafter(QuickDrafter, case)
-    quick.line.end.copy_(randint(1, 20, (case.rows,)))
-    assert_tips(quick._line_tips(queries, SHOWN), line_tips(quick, queries))
+    quick.pending.end.copy_(randint(1, 20, (case.rows,)))
+    assert_tips(quick._pending_inputs(queries, SHOWN), line_tips(quick, queries))
 
 
 @on_kernels()
 @given(cases("pearl", "specbranch"))
 def test_kernel_open_branches_gives_the_first_token_of_each(case):
     plain, quick = both(case)
-    plain.siblings.open(plain.point, forks_of(plain), plain.branch_tokens[:, 1:])
-    for written in (quick.siblings.point, quick.siblings.forks, quick.siblings.tokens[:, :, 0]):
+    plain.side_branches.open(plain.point, forks_of(plain), plain.branch_tokens[:, 1:])
+    for written in (quick.side_branches.point, quick.side_branches.forks, quick.side_branches.tokens[:, :, 0]):
         written.zero_()
-    before = quick._tips(1 + quick.siblings.most, SHOWN)
+    before = quick._inputs(1 + quick.side_branches.most, SHOWN)
     rounds.open_branches(
-        quick.line_memory, quick.sibling_memory, quick.point, quick.branch_tokens, quick.branch_at,
+        quick.pending_buffers, quick.side_branch_buffers, quick.point, quick.branch_tokens, quick.branch_at,
         quick.model.positions, quick.model.seen, before,
     )  # fmt: skip
     assert_alike(quick, plain)
-    assert torch.equal(quick.siblings.tokens, plain.siblings.tokens)
+    assert torch.equal(quick.side_branches.tokens, plain.side_branches.tokens)
     assert_tips(before, branch_tips(plain, 0))
 
 
@@ -473,23 +513,23 @@ def test_kernel_tally_counts_what_stands_drafted(case):
 def a_text(case, base=0):
     """A text in the middle of a generation; its desk; and whether each slot is seen, `base` of them before the text."""
     torch.manual_seed(case.seed)
-    desk, rows = OpenDesk(), case.rows
+    buffers, rows = OpenDesk(), case.rows
     words = randint(0, case.vocabulary - 1, (rows, PROMPT))
-    text = Text(desk, words, CAPACITY, Stopper([], LIMIT), pad_token=0, in_step=False)
+    text = Text(buffers, words, CAPACITY, Stopper([], LIMIT), pad_token=0, in_step=False)
     text.ids.copy_(randint(0, case.vocabulary - 1, text.ids.shape))
     text.lengths = randint(PROMPT + 1, LIMIT - 1, (rows,)).tolist()
     text.length.copy_(torch.tensor(text.lengths))
-    text.bonus.copy_(randint(NONE, 2, (rows,)))
-    return text, desk, padded(rows, base + PROMPT)
+    text.continuation.copy_(randint(NONE, 2, (rows,)))
+    return text, buffers, padded(rows, base + PROMPT)
 
 
 def a_chain(case, count, leaves):
     """Few different tokens, so that the target agrees now and then."""
     tokens, length = randint(0, 2, (case.rows, count + 1))[:, :count], randint(0, count, (case.rows,))
     if leaves is None:
-        return Chain(tokens, length)
+        return DraftTokens(tokens, length)
     at = randint(NONE, length[:, None] - 1, (case.rows, leaves + 1))[:, :leaves]
-    return Chain(tokens, length, leaves=Leaves(randint(0, 2, (case.rows, leaves + 1))[:, :leaves], at))
+    return DraftTokens(tokens, length, leaves=TreeLeaves(randint(0, 2, (case.rows, leaves + 1))[:, :leaves], at))
 
 
 @on_kernels(examples=15)
@@ -503,9 +543,9 @@ def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base
 
     runner = small_runner(case.vocabulary)
     for kind in (Target, QuickTarget):
-        text, desk, seen = a_text(case, base)
+        text, buffers, seen = a_text(case, base)
         first = base - seen.sum(1)
-        target = kind(desk, runner, text, None, seen, first, CAPACITY, {}, (), SpecBranchStats())
+        target = kind(buffers, runner, text, None, seen, first, CAPACITY, {}, (), SpecBranchStats())
         target._pass(a_chain(case, count, leaves), SHOWN, forward)
     for expected, got in zip(*read, strict=True):
         assert torch.equal(got, expected)
@@ -518,24 +558,27 @@ def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base
 )  # fmt: skip
 def test_kernel_verdict_is_that_of_the_judge(case, count, leaves, branches, follows):
     found = []
-    for kind in (Judge, QuickJudge):
-        text, desk, _ = a_text(case)
-        chain, queries = a_chain(case, count, leaves), count + 1 + (leaves or 0)
-        at = randint(NONE, chain.length[:, None], (case.rows, branches))
+    for kind in (Verifier, QuickJudge):
+        text, buffers, _ = a_text(case)
+        draft_tokens, queries = a_chain(case, count, leaves), count + 1 + (leaves or 0)
+        at = randint(NONE, draft_tokens.length[:, None], (case.rows, branches))
         following = randint(0, 2, at.shape) if follows else None
         options = Branches(randint(0, 2, at.shape), at, None, following)
         logits = torch.randn((case.rows, queries, case.vocabulary), device=DEVICE)
         logits.scatter_(2, randint(0, 2, (case.rows, queries, 1)), 9.0)
-        drafted, report = randint(0, 9, (case.rows, 6)), torch.zeros((case.rows, 10 + count)).to(logits.device).long()
+        drafted, verify_result = (
+            randint(0, 9, (case.rows, 6)),
+            torch.zeros((case.rows, 10 + count)).to(logits.device).long(),
+        )
         before = list(text.lengths)
         penalty = [RepetitionPenaltyLogitsProcessor(case.penalty)] if case.penalty != 1 else []
-        judge = kind(desk, text, penalty, case.vocabulary, False, None)
-        where = judge._decide(logits, chain, options, drafted, report)
-        if kind is Judge:
-            text.commit([Report.of(numbers) for numbers in report.tolist()])
+        verifier = kind(buffers, text, penalty, case.vocabulary, False, None)
+        where = verifier._decide(logits, draft_tokens, options, drafted, verify_result)
+        if kind is Verifier:
+            text.commit([VerifyResult.of(numbers) for numbers in verify_result.tolist()])
             lengths = list(text.lengths)
         written = [text.ids[b, :length] for b, length in enumerate(lengths)]
-        found.append((where, report, text.told, before, *written))
+        found.append((where, verify_result, text.round_result, before, *written))
     for expected, got in zip(*found, strict=True):
         assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
 
@@ -591,17 +634,30 @@ def test_kernel_draws_takes_drafted_tokens_or_one_from_what_is_left(seed, rows, 
 @given(cases("specbranch"))
 def test_kernel_verdict_reports_that_nothing_can_be_drawn(case):
     text, _, _ = a_text(case)
-    chain, before = a_chain(case, 2, None), list(text.lengths)
+    draft_tokens, before = a_chain(case, 2, None), list(text.lengths)
     none = torch.full((case.rows, 1), NONE, device=DEVICE)
-    drafted, report = randint(0, 9, (case.rows, 6)), torch.zeros((case.rows, 12), dtype=torch.long, device=DEVICE)
+    drafted, verify_result = (
+        randint(0, 9, (case.rows, 6)),
+        torch.zeros((case.rows, 12), dtype=torch.long, device=DEVICE),
+    )
     limit = torch.tensor([LIMIT], device=DEVICE)
     choices = torch.full((case.rows, 3), NO_TOKEN, device=DEVICE)
-    lengths, where = torch.zeros_like(chain.length), torch.zeros_like(chain.length)
-    rounds.verdict(
-        choices, (chain.tokens, lengths), (none, none), None, None, drafted, text.ids, text.told, limit, report, where
+    lengths, where = torch.zeros_like(draft_tokens.length), torch.zeros_like(draft_tokens.length)
+    rounds.acceptance(
+        choices,
+        (draft_tokens.tokens, lengths),
+        (none, none),
+        None,
+        None,
+        drafted,
+        text.ids,
+        text.round_result,
+        limit,
+        verify_result,
+        where,
     )
-    assert report[:, 1].tolist() == [NO_TOKEN] * case.rows
-    assert text.told[2].tolist() == [0] * case.rows  # tokens that are read must exist
+    assert verify_result[:, 1].tolist() == [NO_TOKEN] * case.rows
+    assert text.round_result[2].tolist() == [0] * case.rows  # tokens that are read must exist
     assert [int(text.ids[b, length]) for b, length in enumerate(before)] == [0] * case.rows
 
 
@@ -620,8 +676,8 @@ def test_kernel_draws_gives_the_verdicts_of_speculative_sampling_as_often(seed):
                          q[:, count].contiguous())  # fmt: skip
     noise = torch.empty((rows, count + 1, vocabulary + 1), device=DEVICE).exponential_()
     choices = rounds.drawn_choices(logits.expand(rows, -1, -1), noise, drawn)
-    quick = judge_choices(choices, drawn.tokens, length, drawn.branches, point)
-    plain = judge_samples(p, q, drawn.tokens, length, drawn.branches, point)
+    quick = accept_choices(choices, drawn.tokens, length, drawn.branches, point)
+    plain = accept_samples(p, q, drawn.tokens, length, drawn.branches, point)
     counts = [(each.accepted * vocabulary + each.token).bincount(minlength=3 * vocabulary) for each in (quick, plain)]
     both_counts = torch.stack(counts).double()[:, sum(counts) > 0]
     expected = both_counts.mean(0)
@@ -639,7 +695,7 @@ def test_kernel_draws_gives_the_verdicts_of_speculative_sampling_as_often(seed):
 @given(cases(*EVERY, gamma=st.integers(2, 3), penalty=st.sampled_from([1.0, 1.3]), draws=st.booleans()), seeds)
 def test_kernels_of_two_rounds_leave_behind_what_the_drafter_leaves(case, seed):
     if case.draws:  # one draw a step: siblings are drawn together with the line, or after it
-        case = case._replace(width=1, outcomes=0)
+        case = case._replace(width=1, rejection_branches=0)
     plain, quick = both(case)
     for nth in range(2):
         feedback = a_verdict(plain, seed + nth)
@@ -649,7 +705,7 @@ def test_kernels_of_two_rounds_leave_behind_what_the_drafter_leaves(case, seed):
                 made._branch(SHOWN)
         assert_alike(quick, plain)
         assert_same(quick.drafted(), plain.drafted())
-        read = torch.arange(SHOWN, device=DEVICE) < plain.line.fed[:, None]  # [B, slots] the line's own
+        read = torch.arange(SHOWN, device=DEVICE) < plain.pending.fed[:, None]  # [B, slots] the line's own
         for got, expected in zip(quick.model.runner.cache.layers, plain.model.runner.cache.layers, strict=True):
             for name in ("keys", "values"):
                 one, other = (getattr(layer, name)[:, :, :SHOWN].transpose(1, 2)[read] for layer in (got, expected))
@@ -662,21 +718,21 @@ def parts_used(monkeypatch):
     kinds = []
     with_drafter = Assembly.with_drafter
 
-    def watch(self, plan, parts):
+    def observer(self, plan, parts):
         made = with_drafter(self, plan, parts)
-        kinds.append((type(made.target), type(made.drafter), type(made.judge)))
+        kinds.append((type(made.target), type(made.drafter), type(made.verifier)))
         return made
 
-    monkeypatch.setattr(Assembly, "with_drafter", watch)
+    monkeypatch.setattr(Assembly, "with_drafter", observer)
     return kinds
 
 
-def generate(model, draft, kwargs, plan, monkeypatch, desk=Desk):
+def generate(model, draft, kwargs, plan, monkeypatch, buffers=Buffers):
     """Tokens and statistics, from stages of fixed shape: captured on a GPU, run as they are elsewhere."""
     with monkeypatch.context() as patch:
         if INTERPRETED:
             patch.setattr(EagerRunner, "captures", True)
-            patch.setattr(EagerRunner, "desk", lambda self, settings: desk(self.device, fixed=True))
+            patch.setattr(EagerRunner, "buffers", lambda self, settings: buffers(self.device, static_shapes=True))
         out = model.generate(**kwargs, assistant_model=draft, specbranch=plan)
     assert not model.specbranch_stats.slowed_by
     return out, model.specbranch_stats
@@ -690,8 +746,8 @@ def pair_and_prompt(target, rows, noise=0.15, **more):
 
 
 PLANS = {
-    "specbranch": dict(gamma=3, max_outcomes=3, runners_up=3),
-    "vanilla": dict(gamma=3, runners_up=4),
+    "specbranch": dict(gamma=3, max_rejection_branches=3, tree_leaves=3),
+    "vanilla": dict(gamma=3, tree_leaves=4),
     "pearl": dict(gamma=3),
     "autoregressive": dict(),
 }
@@ -762,17 +818,17 @@ def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, mon
     assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
 
 
-class RehearsingDesk(Desk):
+class RehearsingDesk(Buffers):
     """Rehearses every stage each time, if the stage says that it can be."""
 
-    rehearsed, met = 0, set()
+    in_parallel, met = 0, set()
 
-    def run(self, key, stage, in_kernels=False):
-        if in_kernels:
-            with in_rehearsal() as rehearsal:
+    def run(self, key, stage, only_our_kernels=False):
+        if only_our_kernels:
+            with in_rehearsal() as dry_run:
                 stage()
-            type(self).rehearsed += 1
-            type(self).met.update(rehearsal.kernels)
+            type(self).in_parallel += 1
+            type(self).met.update(dry_run.kernels)
         stage()
 
 
@@ -780,28 +836,28 @@ class RehearsingDesk(Desk):
 @pytest.mark.parametrize("policy", PLANS)
 def test_a_rehearsal_leaves_no_trace(policy, target, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1)
-    forward, inside = EagerRunner.forward_as_it_is, []
+    forward, inside = EagerRunner.forward_uncaptured, []
 
     def by_kernels_alone(self, tokens, *inputs, **extra):
         """In a rehearsal a pass in kernels writes nothing and returns what was in memory."""
-        if not rehearsing():
+        if not is_dry_run():
             return forward(self, tokens, *inputs, **extra)
         assert 0 <= tokens.min() and tokens.max() < self.model.config.vocab_size
         inside.append(self)
         return Step(torch.randn((*tokens.shape, self.model.config.vocab_size)))
 
-    monkeypatch.setattr(EagerRunner, "forward_as_it_is", by_kernels_alone)
+    monkeypatch.setattr(EagerRunner, "forward_uncaptured", by_kernels_alone)
     plan = config(policy, **PLANS[policy])
     out, _ = generate(attached(plain), draft, kwargs, plan, monkeypatch, RehearsingDesk)
     assert torch.equal(out, plain.generate(**kwargs)) and inside
-    assert RehearsingDesk.rehearsed > 10 and len(RehearsingDesk.met) >= 2
+    assert RehearsingDesk.in_parallel > 10 and len(RehearsingDesk.met) >= 2
 
 
 @where_kernels_run
 def test_without_kernels_the_bookkeeping_is_done_in_torch(target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1)
     out, _ = generate(attached(plain), draft, kwargs, config(kernels=False), monkeypatch)
-    assert torch.equal(out, plain.generate(**kwargs)) and parts_used == [(Target, Drafter, Judge)]
+    assert torch.equal(out, plain.generate(**kwargs)) and parts_used == [(Target, Drafter, Verifier)]
 
 
 # ---- where they are used, and that they can be built
@@ -830,7 +886,7 @@ def names(*hooks):
 
 
 @pytest.mark.parametrize(
-    "hooks", [OURS, OURS[1:], [Half(), *OURS], [ThreeWay(len), *OURS]], ids=lambda all: names(*all)
+    "hooks", [OURS, OURS[1:], [Half(), *OURS], [LengthHeadHook(len), *OURS]], ids=lambda all: names(*all)
 )
 def test_kernels_know_our_own_rules_beside_hooks_that_cut_lines(hooks):
     assert is_plain(POLICIES["specbranch"], 4, HookList(hooks))
@@ -878,35 +934,35 @@ class Builder:
 class Deaf(QuickDrafter):
     """A drafter that runs no model."""
 
-    def _forward(self, tips):
-        shape = (*tips.tokens.shape, self.model.own_vocabulary)
+    def _forward(self, inputs):
+        shape = (*inputs.tokens.shape, self.model.own_vocabulary)
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
 
 
 def build_the_drafters(case):
     made = drafter(Deaf, case, torch.bfloat16)
-    verdict = a_verdict(made, seed=0)
-    for moved in (False, True) if made.siblings.most else (False,):
-        made._draft(verdict._replace(moved=moved), begins=True, shown=SHOWN)
+    acceptance = a_verdict(made, seed=0)
+    for moved in (False, True) if made.side_branches.most else (False,):
+        made._draft(acceptance._replace(moved=moved), begins=True, shown=SHOWN)
     if made.policy.drafts_ahead:
         made._branch(SHOWN)
     made.drafted()
 
 
 def build_the_targets(case, leaves):
-    text, desk, seen = a_text(case)
-    chain, count, runner = a_chain(case, 3, leaves), 4 + (leaves or 0), small_runner(case.vocabulary)
-    target = QuickTarget(desk, runner, text, None, seen, -seen.sum(1), CAPACITY, {}, (), SpecBranchStats())
+    text, buffers, seen = a_text(case)
+    draft_tokens, count, runner = a_chain(case, 3, leaves), 4 + (leaves or 0), small_runner(case.vocabulary)
+    target = QuickTarget(buffers, runner, text, None, seen, -seen.sum(1), CAPACITY, {}, (), SpecBranchStats())
     logits = torch.zeros((case.rows, count, case.vocabulary), device=DEVICE)
-    target._pass(chain, SHOWN, lambda *inputs: Step(logits))
-    judge = QuickJudge(desk, text, [], case.vocabulary, False, None)
+    target._pass(draft_tokens, SHOWN, lambda *inputs: Step(logits))
+    verifier = QuickJudge(buffers, text, [], case.vocabulary, False, None)
     rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), None)
     for has_branch in (False, True):
         drawn = some_drawn(case.rows, 3, case.vocabulary, has_branch)
         rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), drawn)
-    options, drafted, report = (torch.zeros((case.rows, n), dtype=torch.long, device=DEVICE) for n in (4, 6, 13))
+    options, drafted, verify_result = (torch.zeros((case.rows, n), dtype=torch.long, device=DEVICE) for n in (4, 6, 13))
     for following in (None, options):
-        judge._decide(logits, chain, Branches(options, options, None, following), drafted, report)
+        verifier._decide(logits, draft_tokens, Branches(options, options, None, following), drafted, verify_result)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
@@ -921,8 +977,8 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
                 every.add(name)
                 monkeypatch.setattr(module, name, Builder(kernel.jitted, built))
     case = Case(
-        seed=0, rows=2, gamma=3, vocabulary=40, own=0, policy="specbranch", width=4, outcomes=4, leaves=4, epsilon=0.4,
-        cuts=False, penalty=1.0, draws=False,
+        seed=0, rows=2, gamma=3, vocabulary=40, own=0, policy="specbranch", width=4, rejection_branches=4, leaves=4,
+        epsilon=0.4, cuts=False, penalty=1.0, draws=False,
     )  # fmt: skip
     build_the_drafters(case._replace(vocabulary=20_000))
     build_the_drafters(case._replace(cuts=True, penalty=1.3))
@@ -939,20 +995,20 @@ def test_what_is_built_aside_is_what_the_first_rounds_launch():
     with in_rehearsal() as aside:
         _kernels_of_every_model(torch.device(DEVICE))
     case = Case(
-        seed=0, rows=1, gamma=3, vocabulary=40, own=0, policy="vanilla", width=4, outcomes=0, leaves=0, epsilon=0.4,
-        cuts=False, penalty=1.0, draws=False,
+        seed=0, rows=1, gamma=3, vocabulary=40, own=0, policy="vanilla", width=4, rejection_branches=0, leaves=0,
+        epsilon=0.4, cuts=False, penalty=1.0, draws=False,
     )  # fmt: skip
-    text, desk, seen = a_text(case)
-    judge = QuickJudge(desk, text, [], case.vocabulary, False, None)
-    chain, branches = judge.nothing
+    text, buffers, seen = a_text(case)
+    verifier = QuickJudge(buffers, text, [], case.vocabulary, False, None)
+    draft_tokens, branches = verifier.nothing
     target = QuickTarget(
-        desk, small_runner(case.vocabulary), text, None, seen, -seen.sum(1), SMALLEST, {}, (), SpecBranchStats()
+        buffers, small_runner(case.vocabulary), text, None, seen, -seen.sum(1), SMALLEST, {}, (), SpecBranchStats()
     )
     logits = torch.zeros((1, 1, case.vocabulary), device=DEVICE)
-    drafted, report = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
+    drafted, verify_result = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
     with in_rehearsal() as rounds_begin:
-        target._pass(chain, SMALLEST, lambda *_: Step(logits))
-        judge._decide(logits, chain, branches, drafted, report)
+        target._pass(draft_tokens, SMALLEST, lambda *_: Step(logits))
+        verifier._decide(logits, draft_tokens, branches, drafted, verify_result)
     assert len(aside.kinds) == 4 and len(rounds_begin.kinds) == 2 and rounds_begin.kinds <= aside.kinds
 
 

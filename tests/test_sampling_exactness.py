@@ -36,28 +36,32 @@ def test_every_policy_samples_from_the_target(policy, drafting):
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 def test_branches_for_corrections_leave_the_distribution_alone(drafting):
-    settings = config("specbranch", gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_outcomes=4)
+    settings = config("specbranch", gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_rejection_branches=4)
     assert_exact(settings, samples=20_000)
 
 
-@pytest.mark.parametrize(("policy", "outcomes"), [("vanilla", 0), ("specbranch", 0), ("specbranch", 4)])
+@pytest.mark.parametrize(("policy", "rejection_branches"), [("vanilla", 0), ("specbranch", 0), ("specbranch", 4)])
 @pytest.mark.parametrize("drafting", DRAFTING)
-def test_runners_up_leave_the_distribution_alone(drafting, policy, outcomes):
-    more = {"draft_sampling": drafting, "max_outcomes": outcomes, "runners_up": 4}
+def test_runners_up_leave_the_distribution_alone(drafting, policy, rejection_branches):
+    more = {"draft_sampling": drafting, "max_rejection_branches": rejection_branches, "tree_leaves": 4}
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=15_000)
 
 
 @pytest.mark.slow
 def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
-    honest = judge_module.Judge.look_further
+    honest = judge_module.Verifier.continue_leaves
 
-    def most_likely(self, verdict, logits, chain):
-        bonus = honest(self, verdict, logits, chain)
+    def most_likely(self, acceptance, logits, draft_tokens):
+        continuation = honest(self, acceptance, logits, draft_tokens)
         choices = logits.argmax(-1)
-        return acceptance.look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at) if chain.leaves else bonus
+        return (
+            acceptance.continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+            if draft_tokens.leaves
+            else continuation
+        )
 
-    monkeypatch.setattr(judge_module.Judge, "look_further", most_likely)
-    assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.0, runners_up=4), samples=20_000)
+    monkeypatch.setattr(judge_module.Verifier, "continue_leaves", most_likely)
+    assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.0, tree_leaves=4), samples=20_000)
 
 
 def test_the_autoregressive_policy_samples_from_the_target():
@@ -119,9 +123,9 @@ def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
 
 
 @pytest.mark.parametrize("verdict", [0, 1, 2])
-def test_a_length_heads_verdict_leaves_the_distribution_alone(verdict):
+def test_a_length_heads_verdict_leaves_the_distribution_alone(acceptance):
     def head(survivor):
-        return torch.full_like(survivor.length, verdict)
+        return torch.full_like(survivor.length, acceptance)
 
     settings = config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling="sample", length_head=head)
     assert_exact(settings, samples=10_000)
@@ -156,18 +160,18 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.slow
 def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting):
-    honest = judge_module.Judge.verdict
+    honest = judge_module.Verifier.acceptance
 
-    def greedy_at_the_fork(self, logits, chain, branches):
-        verdict, scores = honest(self, logits, chain, branches)
-        at_point = scores[torch.arange(len(scores)), chain.length]
-        there = branches.at == chain.length[:, None]
+    def greedy_at_the_fork(self, logits, draft_tokens, branches):
+        acceptance, scores = honest(self, logits, draft_tokens, branches)
+        at_point = scores[torch.arange(len(scores)), draft_tokens.length]
+        there = branches.at == draft_tokens.length[:, None]
         best = at_point.gather(1, branches.tokens).masked_fill(~there, float("-inf")).argmax(1)
-        forked = (verdict.accepted == chain.length) & (there.sum(1) > 1)
-        token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], verdict.token)
-        return acceptance.Verdict(verdict.accepted, token, torch.where(forked, best, verdict.survivor)), scores
+        forked = (acceptance.accepted == draft_tokens.length) & (there.sum(1) > 1)
+        token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], acceptance.token)
+        return acceptance.Acceptance(acceptance.accepted, token, torch.where(forked, best, acceptance.survivor)), scores
 
-    monkeypatch.setattr(judge_module.Judge, "verdict", greedy_at_the_fork)
+    monkeypatch.setattr(judge_module.Verifier, "verdict", greedy_at_the_fork)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
@@ -177,10 +181,10 @@ def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkey
 
     def cut_unlikely_tokens(self, *going):
         honest(self, *going)
-        line, longest = self.line, self.gamma
-        chosen = line.first_scores(longest).gather(2, line.tokens(longest)[:, :, None])[:, :, 0]
+        pending, longest = self.pending, self.gamma
+        chosen = pending.first_scores(longest).gather(2, pending.tokens(longest)[:, :, None])[:, :, 0]
         likely = (chosen >= 0.5).long().cumprod(1).sum(1)
-        line.end.copy_(line.start + torch.minimum(likely, line.length))
+        pending.end.copy_(pending.start + torch.minimum(likely, pending.length))
 
     monkeypatch.setattr(drafter_module.Drafter, "_draft_stage", cut_unlikely_tokens)
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
@@ -193,11 +197,11 @@ def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
 
     def redraw(self, features):
         honest(self, features)
-        line = self.line
-        odd = self.survived & (line.length > 0) & (line.tokens(1)[:, 0] % 2 == 1)
-        line.end.copy_(torch.where(odd, line.start, line.end))
-        line.fed.copy_(torch.where(odd, torch.minimum(line.fed, line.start - 1), line.fed))
-        return line.length
+        pending = self.pending
+        odd = self.survived & (pending.length > 0) & (pending.tokens(1)[:, 0] % 2 == 1)
+        pending.end.copy_(torch.where(odd, pending.start, pending.end))
+        pending.fed.copy_(torch.where(odd, torch.minimum(pending.fed, pending.start - 1), pending.fed))
+        return pending.length
 
     monkeypatch.setattr(drafter_module.Drafter, "_cut", redraw)
     assert_biased(config("specbranch", gamma=2, k=2, epsilon=1.0, draft_sampling="sample"))

@@ -30,12 +30,12 @@ SETTINGS = {
     "vanilla": SpecBranchConfig(policy="vanilla"),
     "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
     "specbranch": BRANCHING(),
-    "specbranch, branches for corrections": BRANCHING(max_outcomes=6, confidence_threshold=0.1),
+    "specbranch, branches for corrections": BRANCHING(max_rejection_branches=6, confidence_threshold=0.1),
     "specbranch, a branch for every correction": SpecBranchConfig(
-        "specbranch", max_outcomes=12, confidence_threshold=0.0
+        "specbranch", max_rejection_branches=12, confidence_threshold=0.0
     ),
-    "vanilla, runners-up": SpecBranchConfig(policy="vanilla", runners_up=6, confidence_threshold=0.0),
-    "specbranch, runners-up": BRANCHING(max_outcomes=6, runners_up=4, confidence_threshold=0.1),
+    "vanilla, runners-up": SpecBranchConfig(policy="vanilla", tree_leaves=6, confidence_threshold=0.0),
+    "specbranch, runners-up": BRANCHING(max_rejection_branches=6, tree_leaves=4, confidence_threshold=0.1),
     "specbranch, wide": BRANCHING(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
 NEW_TOKENS = 24
@@ -63,33 +63,33 @@ def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
 
 def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
     model, draft, inputs, agreement = pair
-    settings = BRANCHING(max_outcomes=12, confidence_threshold=0.0, max_draft_length=6)
+    settings = BRANCHING(max_rejection_branches=12, confidence_threshold=0.0, max_draft_length=6)
     model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
     stats = model.specbranch_stats
     waits = {
-        count: sum(each.steps_before > 0 for each in replay(agreement, replace(settings, max_outcomes=count)))
+        count: sum(each.steps_before > 0 for each in replay(agreement, replace(settings, max_rejection_branches=count)))
         for count in (0, 12)
     }
     saved = waits[0] - waits[12]
-    assert stats.outcome_hits > 0 and abs(saved - stats.outcome_hits) <= 2
+    assert stats.rejection_hits > 0 and abs(saved - stats.rejection_hits) <= 2
 
 
 def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
     model, draft, inputs, agreement = pair
     settings = SpecBranchConfig(
-        "specbranch", max_outcomes=0, runners_up=12, confidence_threshold=0.0, max_draft_length=4
+        "specbranch", max_rejection_branches=0, tree_leaves=12, confidence_threshold=0.0, max_draft_length=4
     )
     model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
     stats = model.specbranch_stats
-    assert stats.runner_up_hits > 0
+    assert stats.tree_leaf_hits > 0
     assert len(replay(agreement, settings)) == pytest.approx(stats.target_forwards - 1, abs=1)
-    assert len(replay(agreement, settings)) < len(replay(agreement, replace(settings, runners_up=0)))
+    assert len(replay(agreement, settings)) < len(replay(agreement, replace(settings, tree_leaves=0)))
 
 
 def test_captured_stages_take_all_their_steps_and_commit_the_same():
     unsure = Agreement((0.9, 0.05) * 20, (0, 1) * 20, candidates=4, chances=((0.9, 0.1, 0, 0), (0.05,) * 4) * 20)
     settings = SpecBranchConfig(
-        "specbranch", max_draft_length=4, max_branches=3, max_outcomes=0, confidence_threshold=0.1
+        "specbranch", max_draft_length=4, max_branches=3, max_rejection_branches=0, confidence_threshold=0.1
     )
     eager, captured = (replay(unsure, settings, captured) for captured in (False, True))
     assert [each.committed for each in captured] == [each.committed for each in eager]
@@ -100,11 +100,11 @@ def test_captured_stages_take_all_their_steps_and_commit_the_same():
 def test_auto_means_what_it_means_to_the_engine():
     auto = SpecBranchConfig()
     numbers = [
-        (found.max_draft_length, found.confidence_threshold, found.max_outcomes)
+        (found.max_draft_length, found.confidence_threshold, found.max_rejection_branches)
         for found in (settled(auto), settled(auto, captured=True), settled(auto, captured=True, cheap=False))
     ]
     assert numbers == [(8, 0.4, 0), (8, 0.02, 12), (4, 0.02, 4)]
-    assert settled(SpecBranchConfig(policy="pearl"), captured=True).max_outcomes == 0
+    assert settled(SpecBranchConfig(policy="pearl"), captured=True).max_rejection_branches == 0
 
 
 def test_recordings_are_kept_in_files(pair, tmp_path):
@@ -133,7 +133,7 @@ def test_a_correction_stands_where_sorting_all_that_were_foreseen_puts_it(data):
     )
     place, *_ = (nth for nth, (*_, at, other) in enumerate(reversed(foreseen)) if (at, other) == (wrong - 1, rank))
     saved = place < leaves and foreseen[-1 - place][0] > 0
-    plan = SpecBranchConfig("vanilla", length, confidence_threshold=0.0, runners_up=leaves)
+    plan = SpecBranchConfig("vanilla", length, confidence_threshold=0.0, tree_leaves=leaves)
     assert replay(text, plan)[0].committed == wrong + saved
 
 
@@ -221,7 +221,7 @@ def test_branches_save_the_wait_for_a_new_draft():
             "max_branches=9, but 4 candidates were recorded",
         ),
         (
-            lambda: replay(perfect(), BRANCHING(max_outcomes=2)),
+            lambda: replay(perfect(), BRANCHING(max_rejection_branches=2)),
             "max_outcomes=2 and runners_up=0, but the rec",
         ),
         (lambda: Agreement((0.1, 0.2), (0, 0), 4, ((0.1,),)), "chances at 1 of 2 tokens"),

@@ -20,11 +20,11 @@ def slots_written(monkeypatch):
     written = []
     forward = EagerRunner.forward
 
-    def watch(self, tokens, positions, slots, visible, *rest, **extra):
+    def observer(self, tokens, positions, slots, visible, *rest, **extra):
         written.append((self.model, slots.clone(), visible.clone()))
         return forward(self, tokens, positions, slots, visible, *rest, **extra)
 
-    monkeypatch.setattr(EagerRunner, "forward", watch)
+    monkeypatch.setattr(EagerRunner, "forward", observer)
     return written
 
 
@@ -35,13 +35,13 @@ def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, sl
     points = []
     grow = Drafter._grow
 
-    def watch(self, shown):
+    def observer(self, shown):
         first = len(slots_written)
         grow(self, shown)
         used = torch.cat([slots.flatten() for _, slots, _ in slots_written[first:]])
         points.append(len({int(slot) for slot in used if slot >= self.point[0]}))
 
-    monkeypatch.setattr(Drafter, "_grow", watch)
+    monkeypatch.setattr(Drafter, "_grow", observer)
     settings = config("specbranch", gamma=gamma, k=k, epsilon=0.9, overlap=False)
     model = attached(target)
     model.generate(**prompt(), max_new_tokens=40, do_sample=False, assistant_model=stranger, specbranch=settings)
@@ -59,8 +59,8 @@ def test_a_query_never_sees_a_slot_of_another_branch(target, stranger, slots_wri
     for slots, visible in packed:
         for query in range(slots.shape[1]):
             others = [int(slot) for j, slot in enumerate(slots[0]) if j != query and int(slot) != int(slots[0, query])]
-            siblings = [slot for slot in others if slot > int(slots[0, 0])]
-            assert not visible[0, query, siblings].any()
+            side_branches = [slot for slot in others if slot > int(slots[0, 0])]
+            assert not visible[0, query, side_branches].any()
 
 
 def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatch):
@@ -68,11 +68,11 @@ def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatc
 
     drafters, prefill = [], Drafter.prefill
 
-    def watch(self, length):
+    def observer(self, length):
         drafters.append(self)
         prefill(self, length)
 
-    monkeypatch.setattr(Drafter, "prefill", watch)
+    monkeypatch.setattr(Drafter, "prefill", observer)
     settings = config("specbranch", gamma=4, k=4, epsilon=0.9)
     attached(target).generate(
         **prompt(length=100), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings

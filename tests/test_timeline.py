@@ -20,7 +20,7 @@ PROMPT = "def add(a, b):"
 WAYS = {
     "specbranch": {},
     "specbranch, drawn": {"do_sample": True},
-    "specbranch, outcomes": {"max_outcomes": 4},
+    "specbranch, outcomes": {"max_rejection_branches": 4},
     "pearl": {},
     "vanilla": {},
     "autoregressive": {},
@@ -115,7 +115,7 @@ def test_a_recording_on_a_gpu_takes_the_settings_of_captured_stages():
     config = SpecBranchConfig()
     assert as_if_captured(config, torch.device("cpu")) == config.decided()
     there = as_if_captured(config, torch.device("cuda"))
-    assert there.confidence_threshold == config.threshold(alone=True) and there.max_outcomes > 0
+    assert there.confidence_threshold == config.threshold(alone=True) and there.max_rejection_branches > 0
 
 
 @pytest.mark.gpu

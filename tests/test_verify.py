@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from hf_specbranch.decoding.acceptance import NONE, acceptance, judge_choices, judge_samples, residual
+from hf_specbranch.decoding.acceptance import NONE, accept_choices, accept_samples, acceptance_probability, residual
 
 
 def distributions(size=5):
@@ -18,7 +18,7 @@ def distributions(size=5):
 
 @given(distributions(), distributions())
 def test_acceptance_and_residual_together_reproduce_p(p, q):
-    stands = acceptance(p, q)
+    stands = acceptance_probability(p, q)
     rejected = (q * (1 - stands)).sum()
     assert torch.allclose(q * stands + rejected * residual(p, q), p, atol=1e-12)
 
@@ -34,55 +34,55 @@ def test_drawing_from_p_and_looking_among_branches_reproduces_p_for_any_set_of_b
     branches = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True))
     probability = torch.zeros(5, dtype=torch.float64)
     for choice in range(5):
-        verdict = judge_choices(
+        acceptance = accept_choices(
             torch.tensor([[choice]]),
             torch.zeros((1, 0), dtype=torch.long),
             torch.tensor([0]),
             torch.tensor([branches]),
             torch.zeros((1, len(branches)), dtype=torch.long),
         )
-        probability[int(verdict.token)] += p[choice]
-        survivor = int(verdict.survivor)
+        probability[int(acceptance.token)] += p[choice]
+        survivor = int(acceptance.survivor)
         assert (survivor == NONE) == (choice not in branches)
         assert survivor == NONE or branches[survivor] == choice
     assert torch.allclose(probability, p)
 
 
 @given(st.lists(st.integers(0, 3), min_size=0, max_size=5), st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_choices_are_followed_up_to_the_first_difference(chain, choices):
-    verdict = judge_choices(
-        torch.tensor([choices[: len(chain) + 1]]),
-        torch.tensor([chain], dtype=torch.long).view(1, -1),
-        torch.tensor([len(chain)]),
+def test_choices_are_followed_up_to_the_first_difference(draft_tokens, choices):
+    acceptance = accept_choices(
+        torch.tensor([choices[: len(draft_tokens) + 1]]),
+        torch.tensor([draft_tokens], dtype=torch.long).view(1, -1),
+        torch.tensor([len(draft_tokens)]),
         torch.tensor([[0]]),
         torch.tensor([[NONE]]),
     )
-    agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, choices))))
-    assert (int(verdict.accepted), int(verdict.token)) == (agreed, choices[agreed])
+    agreed = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(draft_tokens, choices))))
+    assert (int(acceptance.accepted), int(acceptance.token)) == (agreed, choices[agreed])
 
 
 def test_padding_behind_a_short_chain_is_never_accepted():
-    verdict = judge_choices(
+    acceptance = accept_choices(
         choices=torch.tensor([[1, 1, 1], [1, 1, 1]]),
-        chain=torch.tensor([[1, 1], [1, 1]]),
+        draft_tokens=torch.tensor([[1, 1], [1, 1]]),
         length=torch.tensor([1, 2]),
         branches=torch.tensor([[1], [1]]),
         at=torch.tensor([[NONE], [2]]),
     )
-    assert verdict.accepted.tolist() == [1, 2]
-    assert verdict.survivor.tolist() == [NONE, 0]
+    assert acceptance.accepted.tolist() == [1, 2]
+    assert acceptance.survivor.tolist() == [NONE, 0]
 
 
 def test_a_branch_survives_only_where_the_verdict_ends():
-    verdict = judge_choices(
+    acceptance = accept_choices(
         choices=torch.tensor([[1, 5, 6], [4, 2, 6], [1, 2, 6]]),
-        chain=torch.tensor([[1, 2]]).expand(3, -1),
+        draft_tokens=torch.tensor([[1, 2]]).expand(3, -1),
         length=torch.tensor([2, 2, 2]),
         branches=torch.tensor([[6, 4, 5]]).expand(3, -1),
         at=torch.tensor([[2, 0, 1], [2, 1, 0], [2, 0, 1]]),
     )
-    assert verdict.accepted.tolist() == [1, 0, 2]
-    assert verdict.survivor.tolist() == [2, NONE, 0]  # the second row's 4 was foreseen elsewhere
+    assert acceptance.accepted.tolist() == [1, 0, 2]
+    assert acceptance.survivor.tolist() == [2, NONE, 0]  # the second row's 4 was foreseen elsewhere
 
 
 @settings(max_examples=6, deadline=None)
@@ -97,7 +97,7 @@ def test_samples_have_the_joint_distribution_of_p(seed, length, width):
     main = drawn[:, length]
     favoured = q[length].expand(rows, -1).scatter(1, main[:, None], 2.0)
     branches = favoured.topk(max(width, 1), dim=-1).indices
-    verdict = judge_samples(
+    acceptance = accept_samples(
         p[None, : length + 1].expand(rows, -1, -1),
         q[None, : length + 1].expand(rows, -1, -1),
         drawn[:, :length],
@@ -107,17 +107,17 @@ def test_samples_have_the_joint_distribution_of_p(seed, length, width):
         rng,
     )
     # The first committed token of every row follows p at its position; so does the last, given where it stands.
-    first = torch.where(verdict.accepted > 0, drawn[:, 0], verdict.token)
+    first = torch.where(acceptance.accepted > 0, drawn[:, 0], acceptance.token)
     assert chisquare(first.bincount(minlength=size), p[0] * rows / p[0].sum()).pvalue > 1e-5
-    whole = verdict.accepted == length
-    counts = verdict.token[whole].bincount(minlength=size)
+    whole = acceptance.accepted == length
+    counts = acceptance.token[whole].bincount(minlength=size)
     assert chisquare(counts, p[length] * whole.sum() / p[length].sum()).pvalue > 1e-5
 
 
 def test_a_sibling_survives_when_the_residual_draws_its_token():
     rows = 1000
     p, q = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])
-    verdict = judge_samples(
+    acceptance = accept_samples(
         p.expand(rows, -1, -1),
         q.expand(rows, -1, -1),
         torch.zeros((rows, 0), dtype=torch.long),
@@ -126,15 +126,15 @@ def test_a_sibling_survives_when_the_residual_draws_its_token():
         torch.zeros((rows, 2), dtype=torch.long),
         torch.Generator().manual_seed(0),
     )
-    assert (verdict.token == 1).all() and (verdict.survivor == 1).all()
+    assert (acceptance.token == 1).all() and (acceptance.survivor == 1).all()
 
 
 @pytest.mark.parametrize("width", [0, 1])
 def test_equal_distributions_accept_everything(width):
     p = torch.full((64, 3, 4), 0.25)
-    chain = torch.randint(0, 4, (64, 2))
+    draft_tokens = torch.randint(0, 4, (64, 2))
     length, branch = torch.full((64,), 2), torch.randint(0, 4, (64, 1))
     at = torch.full((64, 1), 2 if width else NONE)
-    verdict = judge_samples(p, p, chain, length, branch, at, torch.Generator().manual_seed(0))
-    assert (verdict.accepted == 2).all()
-    assert (verdict.survivor == (0 if width else NONE)).all()
+    acceptance = accept_samples(p, p, draft_tokens, length, branch, at, torch.Generator().manual_seed(0))
+    assert (acceptance.accepted == 2).all()
+    assert (acceptance.survivor == (0 if width else NONE)).all()

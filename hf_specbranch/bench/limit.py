@@ -74,14 +74,14 @@ def draft_step(
         visible = (slots < context) | (slots == last[:, :, None])  # [1, K, S]
         runner.reserve(1, shown)
         runner.prefill(tokens[:, :context], columns[:, :context], None)
-        desk = runner.desk(object())  # which nobody asks for again
+        buffers = runner.buffers(object())  # which nobody asks for again
 
         def stage(steps: int) -> None:
             for _ in range(steps):
-                runner.forward_as_it_is(tokens[:, context:], positions, last, visible)
+                runner.forward_uncaptured(tokens[:, context:], positions, last, visible)
 
         fewer, more = (
-            median(timed(partial(desk.run, steps, partial(stage, steps)), device, repeats)) for steps in STEPS
+            median(timed(partial(buffers.run, steps, partial(stage, steps)), device, repeats)) for steps in STEPS
         )
     return (more - fewer) / (STEPS[1] - STEPS[0])
 

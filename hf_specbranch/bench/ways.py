@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..config import OUTCOMES, RUNNERS_UP, SpecBranchConfig
+from ..config import REJECTION_BRANCHES, TREE_LEAVES, SpecBranchConfig
 from ..heads import LengthHead
 
 # Every way by name, in the order they are run and shown.
@@ -135,7 +135,7 @@ def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None
     constant = dict(
         num_assistant_tokens=length, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
-    tree = dict(max_outcomes=OUTCOMES, runners_up=RUNNERS_UP)
+    tree = dict(max_rejection_branches=REJECTION_BRANCHES, tree_leaves=TREE_LEAVES)
     ways = [
         Way("plain"),
         Way("static", arguments={"cache_implementation": "static"}),
@@ -144,10 +144,16 @@ def fixed_ways(names: tuple[str, ...], choices: Choices, head: LengthHead | None
         Way("lookup", arguments={"prompt_lookup_num_tokens": length}),
         Way("autoregressive", choices.settings("autoregressive")),
         Way("vanilla-stop", choices.settings("vanilla"), drafts=True),
-        Way("vanilla-tree", choices.settings("vanilla", confidence_threshold=0.0, runners_up=RUNNERS_UP), drafts=True),
+        Way(
+            "vanilla-tree", choices.settings("vanilla", confidence_threshold=0.0, tree_leaves=TREE_LEAVES), drafts=True
+        ),
         Way("auto", choices.settings("auto"), drafts=True),
         Way("specbranch", choices.settings("specbranch"), drafts=True),
-        Way("specbranch-outcomes", choices.settings("specbranch", max_outcomes=OUTCOMES), drafts=True),
+        Way(
+            "specbranch-outcomes",
+            choices.settings("specbranch", max_rejection_branches=REJECTION_BRANCHES),
+            drafts=True,
+        ),
         Way("specbranch-tree", choices.settings("specbranch", **tree), drafts=True),
         Way("specbranch-one-branch", choices.settings("specbranch", max_branches=1), drafts=True),
         Way("specbranch-no-overlap", choices.settings("specbranch", overlap=False), drafts=True),

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from ..bench.prompts import python_prompts, read_prompts
-from ..doctor import Report, examination_generations, examine
+from ..doctor import VerifyResult, examination_generations, examine
 from ..planning.simulate import save_agreements
 from . import options
 from .printing import Console, leaving_cleanly
@@ -76,7 +76,7 @@ def doctor(
         raise typer.Exit(SLOWER)
 
 
-def show(report: Report) -> None:
+def show(report: VerifyResult) -> None:
     """Print a report; fits any width."""
     console = Console(highlight=False)
     console.print(_grid([(check.state, check.name, check.found) for check in report.checks]))
@@ -116,7 +116,7 @@ def _grid(rows: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _policies(report: Report) -> Table:
+def _policies(report: VerifyResult) -> Table:
     """Tokens per second of each policy; "best" is the best on the grid that `tune` searches."""
     table = Table(box=None, pad_edge=False)
     table.add_column("tokens a second")

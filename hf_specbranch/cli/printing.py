@@ -80,10 +80,10 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         )
     if stats.branch_points:
         lines.append(f"branch points hit: {stats.branch_hits} of {stats.branch_points}")
-    if stats.outcome_points:
-        lines.append(f"corrections foreseen: {stats.outcome_hits} of {stats.outcome_points}")
-    if stats.runners_up:
-        lines.append(f"runners-up that were right: {stats.runner_up_hits} of {stats.runners_up}")
+    if stats.rejection_points:
+        lines.append(f"corrections foreseen: {stats.rejection_hits} of {stats.rejection_points}")
+    if stats.tree_leaves:
+        lines.append(f"runners-up that were right: {stats.tree_leaf_hits} of {stats.tree_leaves}")
     if stats.draft_seconds:
         lines.append(f"drafting hidden: {stats.hidden_fraction:.0%}")
     if stats.plans:

@@ -16,7 +16,7 @@ NONE = -1  # no branch survived
 NO_TOKEN = -2  # nothing can be drawn: the distribution is not one
 
 
-class Verdict(NamedTuple):
+class Acceptance(NamedTuple):
     """What becomes of a chain, row by row."""
 
     accepted: Tensor  # [B] chain tokens that stand
@@ -24,14 +24,14 @@ class Verdict(NamedTuple):
     survivor: Tensor  # [B] which branch starts with that token in that place, or NONE
 
 
-class Bonus(NamedTuple):
+class LeafContinuation(NamedTuple):
     """What the target says behind runner-up tokens that it checked beside the chain."""
 
     token: Tensor  # [B] its token behind the verdict's, where that was a runner-up; else NONE
     leaf: Tensor  # [B] which runner-up that was, or NONE
 
 
-def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tensor, at: Tensor) -> Verdict:
+def accept_choices(choices: Tensor, draft_tokens: Tensor, length: Tensor, branches: Tensor, at: Tensor) -> Acceptance:
     """Follow the drafted tokens for as long as they are what the target chose.
 
     With choices `argmax p` this is greedy decoding; with choices drawn from `p` it is sampling from `p`, for
@@ -44,20 +44,20 @@ def judge_choices(choices: Tensor, chain: Tensor, length: Tensor, branches: Tens
         branches: [B, K] the tokens that branches start with.
         at: [B, K] the position of each, or NONE where there is no branch.
     """
-    accepted = _leading((choices[:, :-1] == chain) & _before(length, chain.shape[1]))
+    accepted = _leading((choices[:, :-1] == draft_tokens) & _before(length, draft_tokens.shape[1]))
     token = _pick(choices, accepted)
-    return Verdict(accepted, token, _find(token, accepted, branches, at))
+    return Acceptance(accepted, token, _find(token, accepted, branches, at))
 
 
-def judge_samples(
+def accept_samples(
     p: Tensor,
     q: Tensor,
-    chain: Tensor,
+    draft_tokens: Tensor,
     length: Tensor,
     branches: Tensor,
     at: Tensor,
     generator: torch.Generator | None = None,
-) -> Verdict:
+) -> Acceptance:
     """Speculative sampling: each drafted token `x ~ q` stands with probability `min(1, p(x) / q(x))`; in place
     of the first that falls, one from the residual `norm(max(0, p - q))`.
 
@@ -74,10 +74,10 @@ def judge_samples(
         generator: source of randomness.
     """
     rows, positions, _ = p.shape
-    drawn = torch.cat([chain, chain.new_zeros(rows, 1)], dim=1)  # [B, N + 1]
+    drawn = torch.cat([draft_tokens, draft_tokens.new_zeros(rows, 1)], dim=1)  # [B, N + 1]
     drawn.scatter_(1, length[:, None], branches[:, :1])
     tested = length + (at[:, 0] == length)  # [B] drafted tokens that face the test
-    chance = acceptance(p, q).gather(2, drawn[:, :, None])[:, :, 0]
+    chance = acceptance_probability(p, q).gather(2, drawn[:, :, None])[:, :, 0]
     uniform = torch.rand((rows, positions), generator=generator, device=p.device, dtype=p.dtype)
     standing = _leading((uniform < chance) & _before(tested, positions))  # [B]
     where = standing.clamp(max=positions - 1)
@@ -88,10 +88,10 @@ def judge_samples(
     main_stands = standing > length  # the whole chain, and the main branch's token behind it
     token = torch.where(main_stands, branches[:, 0], fresh)
     accepted = torch.minimum(standing, length)
-    return Verdict(accepted, token, _find(token, accepted, branches, at))
+    return Acceptance(accepted, token, _find(token, accepted, branches, at))
 
 
-def look_up(verdict: Verdict, choices: Tensor, leaves: Tensor, at: Tensor) -> Bonus:
+def continue_leaf(acceptance: Acceptance, choices: Tensor, leaves: Tensor, at: Tensor) -> LeafContinuation:
     """Whether the verdict's token was checked as a runner-up, and what the target chose behind it.
 
     With choices `argmax p`, or drawn from `p`, given the text with that runner-up, the further token is one of plain
@@ -102,10 +102,10 @@ def look_up(verdict: Verdict, choices: Tensor, leaves: Tensor, at: Tensor) -> Bo
         leaves: [B, W] the runners-up.
         at: [B, W] the chain position of each, or NONE.
     """
-    leaf = _find(verdict.token, verdict.accepted, leaves, at)
+    leaf = _find(acceptance.token, acceptance.accepted, leaves, at)
     token = _pick(choices, leaf.clamp(min=0))
     leaf = torch.where(token == NO_TOKEN, NONE, leaf)  # the next round stands there, and says so
-    return Bonus(torch.where(leaf == NONE, NONE, token), leaf)
+    return LeafContinuation(torch.where(leaf == NONE, NONE, token), leaf)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -122,7 +122,7 @@ def draw_if_possible(p: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.where(p[..., 0].isnan(), NO_TOKEN, draw(p, generator))
 
 
-def acceptance(p: Tensor, q: Tensor) -> Tensor:
+def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
     """The probability `min(1, p(x) / q(x))` with which a token `x` drawn from `q` stands."""
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0).clamp(max=1)
 

@@ -19,30 +19,30 @@ from ..planning.chooser import MOST_HIDDEN, plans_within, usual_costs
 from ..planning.online import Planner, knowledge_of
 from ..runtime.eager import EagerRunner, round_up
 from ..runtime.kv_cache import past_length
-from ..runtime.prefill import can_read_aside, read_aside
+from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCHES
-from ..runtime.static_buffers import Desk
+from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .acceptance import NONE
-from .accounting import Books
+from .accounting import Accounting
 from .draft_model import DraftModel
 from .drafter import Drafter, NoDrafter
-from .hooks import ConfidenceStop, HookList, SpeculationHook, ThreeWay, TopKBranches
-from .likely_rejections import Foresight
+from .hooks import ConfidenceStop, HookList, LengthHeadHook, SpeculationHook, TopKBranches
+from .likely_rejections import LikelyRejections
 from .loop import Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
-from .pending_draft import Line
+from .pending_draft import PendingDraft
 from .policies import POLICIES, Policy
 from .quick_drafter import QuickDrafter, is_plain
 from .quick_judge import QuickJudge
 from .quick_target import QuickTarget
 from .scoring import can_guide, is_opaque
 from .state import Feedback
-from .static_scoring import has_fixed_form, signature
+from .static_scoring import has_static_form, signature
 from .target import Target
 from .text import Text
-from .verifier import Judge
+from .verifier import Verifier
 
 if TYPE_CHECKING:
     from .engine import Call
@@ -84,11 +84,13 @@ class Assembly:
         self.in_step = self.ordered or (call.rows > 1 and self.stopper.needs_rows_in_step)
         self.vocabulary = scored_tokens(call.model)
         self.given = HookList(given_hooks(call))
-        self.fixed = self._can_be_fixed(self.given.hooks)
-        self.quick = self.fixed and bool(call.config.kernels) and serves(runner.device)  # bookkeeping in few kernels
+        self.static_shapes = self._can_be_static(self.given.hooks)
+        self.quick = (
+            self.static_shapes and bool(call.config.kernels) and serves(runner.device)
+        )  # bookkeeping in few kernels
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
-        first = call.config.decided(self.fixed, cheap, alone=not self.given.hooks)
-        self.plans = [first, *plans_within(call.config, self.fixed)] if self._may_plan else [first]
+        first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
+        self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
         longest = max(plan.draft_length for plan in self.plans)
         self.capacity = self._size(self.stopper.max_length + longest + 3)  # columns of the text
         self.seeds = make_seeds(call)
@@ -103,19 +105,21 @@ class Assembly:
     def parts(self) -> Parts:
         """Everything a loop needs but a drafter."""
         call = self.call
-        desk = self._desk(self.runner, call.input_ids.device, ())
+        buffers = self._buffers_for(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
         text = Text(
-            desk, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended
+            buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended
         )
-        generator = desk.generator("verdicts", next(self.seeds)) if self.samples else None
+        generator = buffers.generator("verdicts", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
-        kind = QuickJudge if self.quick else Judge
+        kind = QuickJudge if self.quick else Verifier
         shown = self.recorder.scores_so_far
-        judge = kind(desk, text, list(call.processors), self.vocabulary, self.samples, generator, layers, shown)
-        target = self._target(desk, text)
-        return Parts(target, NoDrafter(judge.nothing), judge, text, self.recorder, Books(self.stats, depth=0))
+        verifier = kind(buffers, text, list(call.processors), self.vocabulary, self.samples, generator, layers, shown)
+        target = self._target(buffers, text)
+        return Parts(
+            target, NoDrafter(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0)
+        )
 
     def change(self, plan: SpecBranchConfig, parts: Parts, feedback: Feedback) -> tuple[Parts, Feedback]:
         """The same text, to be continued after another plan.
@@ -124,12 +128,14 @@ class Assembly:
         drawn that is exact only if the choice of a plan does not depend on drafted tokens the target has not judged.
         """
         text = parts.text
-        parts.books.close()
-        parts.target.read_what_was_skipped()
+        parts.accounting.close()
+        parts.target.read_skipped_token()
         parts = self.with_drafter(plan, parts)
         text.survivor.fill_(NONE)  # whichever it was
         parts.drafter.prefill(max(text.lengths))
-        return parts, feedback._replace(told=text.told.to(parts.drafter.device), moved=False, line_ended=True)
+        return parts, feedback._replace(
+            round_result=text.round_result.to(parts.drafter.device), moved=False, draft_ended=True
+        )
 
     def agreements(self, text: Text) -> list[Agreement]:
         """How the draft does on the text of the first row that goes on, if any does; nothing while that is short."""
@@ -145,8 +151,8 @@ class Assembly:
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = temperature_of(self.call) if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
-        if self.fixed and self.call.rows == 1 and can_read_aside(draft, ids, length + BRANCHES):
-            logits = read_aside(draft, ids.clamp(max=draft.vocabulary - 1))
+        if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCHES):
+            logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1))
             return [agreement_with(logits, ids, before, candidates, temperature)]
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
 
@@ -154,11 +160,11 @@ class Assembly:
         """Who chooses between the plans."""
         target, draft = self.runner, self.draft_runner
         assert draft is not None
-        usual = usual_costs(target.model, draft.model, self.fixed) if self.samples else None
+        usual = usual_costs(target.model, draft.model, self.static_shapes) if self.samples else None
         return Planner(
             self.plans,
-            captured=self.fixed,
-            situation=(self.call.config, self.call.rows, target.runtime, self.fixed),
+            captured=self.static_shapes,
+            situation=(self.call.config, self.call.rows, target.runtime, self.static_shapes),
             known=knowledge_of(target.model, draft.model),
             usual=usual,
             agreements=lambda: self.agreements(text),
@@ -175,23 +181,23 @@ class Assembly:
         """These parts, and a drafter for the plan."""
         policy = POLICIES[plan.policy]
         if self.draft_runner is None or not policy.drafts:
-            return parts._replace(drafter=NoDrafter(parts.judge.nothing), books=Books(self.stats, depth=0))
+            return parts._replace(drafter=NoDrafter(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
         drafter = self._drafter(plan, self.draft_runner, parts)
-        return parts._replace(drafter=drafter, books=Books(self.stats, drafter.depth))
+        return parts._replace(drafter=drafter, accounting=Accounting(self.stats, drafter.depth))
 
-    def _can_be_fixed(self, hooks: list[SpeculationHook]) -> bool:
+    def _can_be_static(self, hooks: list[SpeculationHook]) -> bool:
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""
         self.stats.runtime = self.runner.runtime
         if not self.runner.captures:
             return False
-        self.stats.slowed_by = self._why_not_fixed(hooks)
+        self.stats.slowed_by = self._why_not_static(hooks)
         return not self.stats.slowed_by
 
-    def _why_not_fixed(self, hooks: list[SpeculationHook]) -> str:
+    def _why_not_static(self, hooks: list[SpeculationHook]) -> str:
         if self.call.observer is not None:
             return "an observer looks at every round"
         for processor in self.call.processors:
-            if not has_fixed_form(processor):
+            if not has_static_form(processor):
                 return f"{type(processor).__name__} runs on the host"
         for hook in hooks:
             if hook.settings is None:
@@ -214,23 +220,23 @@ class Assembly:
 
     def _size(self, needed: int) -> int:
         """Few sizes where memory and stages are to be used again."""
-        return round_up(needed) if self.fixed else needed
+        return round_up(needed) if self.static_shapes else needed
 
-    def _desk(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Desk:
-        if not self.fixed:
-            return Desk(device)
+    def _buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
+        if not self.static_shapes:
+            return Buffers(device)
         call = self.call
         processors = tuple(map(signature, call.processors))
         sizes = (call.rows, self.capacity, self._target_slots)
-        return runner.desk((sizes, self.samples, self.quick, self.given.feature_layers, processors, more))
+        return runner.buffers((sizes, self.samples, self.quick, self.given.feature_layers, processors, more))
 
     @property
     def _target_slots(self) -> int:
         cached = self.attention.shape[1] - self.call.input_ids.shape[1]
-        leaves = max(int(plan.runners_up) for plan in self.plans)
+        leaves = max(int(plan.tree_leaves) for plan in self.plans)
         return self._size(cached + self.capacity + leaves)
 
-    def _target(self, desk: Desk, text: Text) -> Target:
+    def _target(self, buffers: Buffers, text: Text) -> Target:
         call, runner = self.call, self.runner
         past = call.past
         if past is not None and past_length(past) > 0:
@@ -250,8 +256,8 @@ class Assembly:
         if next_position is not None and next_position.ndim == 3:
             axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
         return (QuickTarget if self.quick else Target)(
-            desk, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats, self.fixed and call.is_tokens_alone(self.attention),
+            buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
+            self.given.feature_layers, self.stats, self.static_shapes and call.is_tokens_alone(self.attention),
             self.further, axes,
         )  # fmt: skip
 
@@ -259,38 +265,44 @@ class Assembly:
         call, text, policy, gamma = self.call, parts.text, POLICIES[plan.policy], plan.draft_length
         alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
         branches = alternatives if policy.forks else 1
-        outcomes, leaves = self._foreseen(plan, policy, alternatives)
+        rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
         draws = self.samples and not self.in_step and draws_drafts(call)
-        capacity = self._size(self.capacity + (branches + outcomes + 2) * (gamma + 1))
-        counts = (gamma, branches, outcomes, leaves)
+        capacity = self._size(self.capacity + (branches + rejection_branches + 2) * (gamma + 1))
+        counts = (gamma, branches, rejection_branches, leaves)
         epsilon = plan.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
         hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
         baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
-        desk = self._desk(runner, runner.device, (*baked, hooks.settings))
+        buffers = self._buffers_for(runner, runner.device, (*baked, hooks.settings))
         own = self._own_attention.to(runner.device)
         ends = frozenset(self.stopper.eos)
-        model = DraftModel(desk, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
-        generator = desk.generator("drafts", next(self.seeds)) if draws else None
+        model = DraftModel(buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
+        generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # a chain, the branch point, a branch
-        ids, start = text.before_last_round()
-        line = Line(desk, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator)
-        foresight = Foresight(desk, line, gamma, alternatives, max(outcomes, leaves))
+        ids, start = text.before_round()
+        pending = PendingDraft(
+            buffers, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator
+        )
+        likely_rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
         kind = QuickDrafter if self.quick and is_plain(policy, gamma, hooks) else Drafter
-        return kind(desk, model, line, policy, *counts, foresight, hooks, self.stopper.max_length, self.stats)
+        return kind(
+            buffers, model, pending, policy, *counts, likely_rejections, hooks, self.stopper.max_length, self.stats
+        )
 
     @property
     def _own_attention(self) -> Tensor:
         """[B, P] bool over the prompt: the draft reads the text, not what is cached."""
         return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
 
-    def _foreseen(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
+    def _speculated_widths(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
         """The most branches at chain positions, and the most runners-up."""
         most = plan.draft_length * min(alternatives, self.vocabulary - 1)
-        outcomes, leaves = policy.forks and not self.guided, policy.drafts_first  # a guide follows one line
+        rejection_branches, leaves = policy.forks and not self.guided, policy.drafts_first  # a guide follows one line
         if self.in_step or not self.recorder.keeps_nothing:  # a round must end at the first own token
             leaves = False
-        return min(int(plan.max_outcomes), most) * outcomes, min(int(plan.runners_up), most) * leaves
+        return min(int(plan.max_rejection_branches), most) * rejection_branches, min(
+            int(plan.tree_leaves), most
+        ) * leaves
 
 
 def given_hooks(call: Call) -> list[SpeculationHook]:
@@ -298,7 +310,7 @@ def given_hooks(call: Call) -> list[SpeculationHook]:
     head = call.config.length_head
     if isinstance(head, SpeculationHook):
         return [*call.hooks, head]
-    return [*call.hooks, ThreeWay(head)] if callable(head) else list(call.hooks)
+    return [*call.hooks, LengthHeadHook(head)] if callable(head) else list(call.hooks)
 
 
 def scored_tokens(model: PreTrainedModel) -> int:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..runtime.eager import EagerRunner
-from ..runtime.prefill import is_short, read_at_once
-from ..runtime.static_buffers import Desk
+from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
-from .static_scoring import FixedScorer
+from .static_scoring import StaticScorer
 
 
 class DraftModel:
@@ -31,7 +31,7 @@ class DraftModel:
 
     def __init__(
         self,
-        desk: Desk,
+        buffers: Buffers,
         runner: EagerRunner,
         attention: Tensor,
         vocabulary: int,
@@ -40,23 +40,23 @@ class DraftModel:
         stats: SpecBranchStats,
         ends: frozenset[int] = frozenset(),
     ) -> None:
-        self.desk, self.runner, self.device, self.stats = desk, runner, runner.device, stats
+        self.buffers, self.runner, self.device, self.stats = buffers, runner, runner.device, stats
         rows, length = attention.shape
-        self.seen = desk.tensor("draft.seen", (rows, capacity), torch.bool).fill_(True)
+        self.seen = buffers.tensor("draft.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :length] = attention
-        self.slots = torch.arange(capacity, out=desk.tensor("draft.slots", (capacity,)))
+        self.slots = torch.arange(capacity, out=buffers.tensor("draft.slots", (capacity,)))
         # Positions past the draft's context are held at its end: drafts there are poor, but must not fail.
         last = None if runner.position_limit is None else runner.position_limit - 1
         padding = (~attention).sum(1, keepdim=True).to(self.device)
-        self.positions = desk.tensor("draft.positions", (rows, capacity))  # by column
+        self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((self.slots - padding).clamp(min=0, max=last))
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         self.score: Scorer = ExactScorer(processors)
-        if desk.fixed:
-            self.score = FixedScorer(processors, desk, "draft", vocabulary)
+        if buffers.static_shapes:
+            self.score = StaticScorer(processors, buffers, "draft", vocabulary)
         # A guide follows one line, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
-        self.guide = Guide.beside(processors, length, ends) if guided else None
+        self.guide = Guide.overlap(processors, length, ends) if guided else None
 
     def prefill(self, tokens: Tensor) -> None:
         """Read a text [B, P] from its beginning."""
@@ -64,18 +64,18 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        if self.desk.fixed and mask is None and is_short(tokens):
-            read_at_once(self.runner, self.own_tokens(tokens), self.positions)
+        if self.buffers.static_shapes and mask is None and fits_captured_prefill(tokens):
+            prefill_captured(self.runner, self.own_tokens(tokens), self.positions)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # it must see every prefix, this one too
-            self.distribution_behind(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
+            self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
 
     def forward(self, tokens: Tensor, columns: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
         """Logits [B, Q, V] for tokens that stand in these columns and are kept in these slots."""
         positions = self.positions.gather(1, columns)
-        if self.desk.fixed:
-            return self.runner.forward_as_it_is(self.own_tokens(tokens), positions, slots, visible).logits
+        if self.buffers.static_shapes:
+            return self.runner.forward_uncaptured(self.own_tokens(tokens), positions, slots, visible).logits
         self.stats.draft_forwards += 1
         self.stats.draft_positions += tokens.shape[1]
         self.runner.reserve(tokens.shape[0], visible.shape[2])
@@ -104,7 +104,7 @@ class DraftModel:
         """[B, n, V] over the target's vocabulary, after the processors."""
         return self.score(fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary), prefixes)
 
-    def distribution_behind(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
+    def next_distribution(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
         """[B, V] behind each row's last column, given logits [B, Q, V] for its last `Q` columns."""
         if self.guide is None:
             return self.distribution(logits[:, -1:], lambda: Prefixes(ids[:, None], end[:, None]), [])[:, 0]

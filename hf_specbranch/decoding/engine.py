@@ -17,9 +17,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..config import SpecBranchConfig
 from ..fallback import FallBack
-from ..planning.online import Meter
+from ..planning.online import SegmentTimer
 from ..runtime.kv_cache import past_length
-from ..runtime.overlap import Beside
+from ..runtime.overlap import Overlap
 from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly
@@ -155,7 +155,7 @@ def _continued(call: Call, text: Text) -> Call:
     if (positions := kwargs.get("position_ids")) is not None:
         more = positions[..., -1:] + torch.arange(1, new + 1, device=positions.device)
         kwargs["position_ids"] = torch.cat([positions, more], dim=-1)
-    return replace(call, input_ids=prompt, model_kwargs=kwargs, pause=None, ended=text.ended_before(call.pause))
+    return replace(call, input_ids=prompt, model_kwargs=kwargs, pause=None, ended=text.ended_rows(call.pause))
 
 
 def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
@@ -171,51 +171,51 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
         captured_before = assembly.captures()
         parts = assembly.parts()
         text, draft_device = parts.text, (draft_runner or runner).device
-        with Beside(parts.target.device, draft_device, stats, inline=text.fixed) as beside:
+        with Overlap(parts.target.device, draft_device, stats, inline=text.static_shapes) as overlap:
             follow = follow_plan if len(assembly.plans) == 1 else follow_planner
-            follow(assembly, parts, beside)
+            follow(assembly, parts, overlap)
         stats.new_tokens += text.gained
         stats.graphs_captured += assembly.captures() - captured_before
         stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
-        if call.pause is None or all(text.ended_before(call.pause)):
+        if call.pause is None or all(text.ended_rows(call.pause)):
             if call.streamer is not None:
                 call.streamer.end()
             return _make_output(call, parts, stats)
     return _generate(_continued(call, text), stats, began)
 
 
-def follow_plan(assembly: Assembly, parts: Parts, beside: Beside) -> None:
+def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text where there is nothing to choose."""
     plan = assembly.plans[0]
     parts = assembly.with_drafter(plan, parts)
     if assembly.call.observer is not None:
         parts = assembly.call.observer(parts)
-    beside.overlap = plan.overlap and POLICIES[plan.policy].drafts_ahead
-    rounds(parts, beside, read_prompt(parts), count())
-    beside.take()
+    overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
+    rounds(parts, overlap, read_prompt(parts), count())
+    overlap.take()
 
 
-def follow_planner(assembly: Assembly, parts: Parts, beside: Beside) -> None:
+def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text leg by leg."""
     text = parts.text
-    planner, meter = assembly.planner(text), Meter(assembly.stats, beside, text, assembly.captures)
-    legs = planner.legs()
-    leg = next(legs)
-    plan = leg.plan
+    planner, timer = assembly.planner(text), SegmentTimer(assembly.stats, overlap, text, assembly.captures)
+    segments = planner.segments()
+    segment = next(segments)
+    plan = segment.plan
     parts = assembly.with_drafter(plan, parts)
     feedback = read_prompt(parts)
     while not text.finished:
-        if leg.plan != plan:
-            plan = leg.plan
+        if segment.plan != plan:
+            plan = segment.plan
             parts, feedback = assembly.change(plan, parts, feedback)
-        meter.start()
-        beside.overlap = leg.overlap
-        feedback = rounds(parts, beside, feedback, range(leg.rounds))
-        took = meter.read(leg)
+        timer.start()
+        overlap.enabled = segment.overlap
+        feedback = rounds(parts, overlap, feedback, range(segment.rounds))
+        took = timer.read(segment)
         if text.finished:
-            planner.end(leg, took)
+            planner.end(segment, took)
         else:
-            leg = legs.send(took)
+            segment = segments.send(took)
 
 
 def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | SpecBranchOutput:
@@ -224,7 +224,7 @@ def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | S
     past, returns = call.past, bool(call.generation_config.return_dict_in_generate)
     fills = past is not None and (returns or call.fills_cache)
     if fills:
-        target.read_what_was_skipped()
+        target.read_skipped_token()
     if fills or not recorder.keeps_nothing:
         read_padding(parts)
     config = call.model.config.get_text_config(decoder=True)
@@ -246,5 +246,5 @@ def read_padding(parts: Parts) -> None:
     for first in range(min(text.lengths) - 1, max(text.lengths) - 1, COLUMNS):
         last = min(first + COLUMNS, max(text.lengths) - 1)
         step = parts.target.read_columns(first, last)
-        scores = parts.judge.score_columns(step.logits, first) if parts.recorder.keeps_scores else None
+        scores = parts.verifier.score_columns(step.logits, first) if parts.recorder.keeps_scores else None
         parts.recorder.add(step, scores, [range(max(0, length - 1 - first), last - first) for length in text.lengths])

@@ -99,7 +99,7 @@ class TopKBranches(SpeculationHook):
         return (self.k_max * (1 - state.confidence)).floor().long().clamp(min=1)
 
 
-class ThreeWay(SpeculationHook):
+class LengthHeadHook(SpeculationHook):
     """A length head's verdict on a survivor: 0 keeps nothing, 1 has no opinion, 2 keeps all."""
 
     def __init__(self, head: Callable[[Survivor], Tensor]) -> None:
@@ -110,9 +110,9 @@ class ThreeWay(SpeculationHook):
         self.settings = getattr(head, "settings", None)
 
     def keep(self, survivor: Survivor) -> Tensor:
-        verdict = self.head(survivor).to(survivor.length.device)
-        opinions = torch.stack([torch.zeros_like(verdict), torch.full_like(verdict, NO_OPINION), survivor.length])
-        return opinions.gather(0, verdict[None].long())[0]
+        acceptance = self.head(survivor).to(survivor.length.device)
+        opinions = torch.stack([torch.zeros_like(acceptance), torch.full_like(acceptance, NO_OPINION), survivor.length])
+        return opinions.gather(0, acceptance[None].long())[0]
 
 
 class HookList:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..runtime.static_buffers import Desk
+from ..runtime.static_buffers import Buffers
 from .acceptance import NONE
-from .pending_draft import Line
+from .pending_draft import PendingDraft
 
 
-class Foresight:
+class LikelyRejections:
     """Pairs of a chain position and a token: the tokens before the position are accepted, its own is not, and the
     target says another that the draft thought of. The likeliest come first.
 
@@ -21,23 +21,23 @@ class Foresight:
         count: how many pairs to keep.
     """
 
-    def __init__(self, desk: Desk, line: Line, gamma: int, alternatives: int, count: int) -> None:
-        self.line, self.gamma, self.alternatives, self.count = line, gamma, alternatives, count
-        self.tokens = desk.tensor("foresight.tokens", (line.count, count))
-        self.at = desk.tensor("foresight.at", (line.count, count)).fill_(NONE)  # NONE: there are no more
+    def __init__(self, buffers: Buffers, pending: PendingDraft, gamma: int, alternatives: int, count: int) -> None:
+        self.pending, self.gamma, self.alternatives, self.count = pending, gamma, alternatives, count
+        self.tokens = buffers.tensor("foresight.tokens", (pending.count, count))
+        self.at = buffers.tensor("foresight.at", (pending.count, count)).fill_(NONE)  # NONE: there are no more
 
-    def look(self, chain_length: torch.Tensor) -> None:
+    def look(self, sent_length: torch.Tensor) -> None:
         """Think about chains of these lengths [B].
 
         The probability of the pair `(i, y)` is taken to be `q_0(x_0) ... q_(i-1)(x_(i-1)) * q_i(y)`.
         """
-        line, gamma = self.line, self.gamma
-        tokens, q = line.tokens(gamma)[:, :, None], line.first_scores(gamma)  # [B, N, 1], [B, N, V]
+        pending, gamma = self.pending, self.gamma
+        tokens, q = pending.tokens(gamma)[:, :, None], pending.first_scores(gamma)  # [B, N, 1], [B, N, V]
         stands = q.gather(2, tokens)[:, :, 0]  # [B, N]
         reached = torch.cat([torch.ones_like(stands[:, :1]), stands[:, :-1]], dim=1).cumprod(1)
         others = q.scatter(2, tokens, 0.0).topk(min(self.alternatives, q.shape[2] - 1), dim=2)  # [B, N, K]
-        places = line.offsets[:gamma, None].expand(-1, others.values.shape[2])  # [N, K]
-        in_chain = places < chain_length[:, None, None]
+        places = pending.offsets[:gamma, None].expand(-1, others.values.shape[2])  # [N, K]
+        in_chain = places < sent_length[:, None, None]
         chance = torch.where(in_chain, reached[:, :, None] * others.values, 0.0).flatten(1)
         best = chance.topk(self.count, dim=1)
         self.tokens.copy_(others.indices.flatten(1).gather(1, best.indices))

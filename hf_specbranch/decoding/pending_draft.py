@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.static_buffers import Desk
+from ..runtime.static_buffers import Buffers
 from .acceptance import draw
 from .hooks import DraftState, Survivor
 
 
-class Line:
+class PendingDraft:
     """Drafted tokens behind the text of a batch.
 
     Rows that do not take part in a step write to an entry behind the last, which nobody reads.
@@ -32,7 +32,7 @@ class Line:
 
     def __init__(
         self,
-        desk: Desk,
+        buffers: Buffers,
         text: Tensor,
         start: Tensor,
         capacity: int,
@@ -41,18 +41,18 @@ class Line:
         generator: torch.Generator | None,
     ) -> None:
         rows, length = text.shape
-        self.device, self.count, self.capacity, self.ring, self.reach = desk.device, rows, capacity, reach + 1, reach
-        self.generator, self.fixed = generator, desk.fixed
-        self.rows = torch.arange(rows, out=desk.tensor("rows", (rows,)))
-        self.offsets = torch.arange(reach + 1, out=desk.tensor("offsets", (reach + 1,)))
-        self.ids = desk.tensor("line.ids", (rows, capacity + 1))
+        self.device, self.count, self.capacity, self.ring, self.reach = buffers.device, rows, capacity, reach + 1, reach
+        self.generator, self.static_shapes = generator, buffers.static_shapes
+        self.rows = torch.arange(rows, out=buffers.tensor("rows", (rows,)))
+        self.offsets = torch.arange(reach + 1, out=buffers.tensor("offsets", (reach + 1,)))
+        self.ids = buffers.tensor("line.ids", (rows, capacity + 1))
         self.ids[:, :length] = text
-        self.start = desk.tensor("line.start", (rows,)).copy_(start)  # first column that is not committed
-        self.end = desk.tensor("line.end", (rows,)).copy_(start)  # the column behind the last drafted token
-        self.fed = desk.tensor("line.fed", (rows,))  # columns whose keys and values the draft has
-        self.next = desk.tensor("line.next", (rows,))  # the token for column `end`, where `fed == end`
-        self.confidence = desk.tensor("line.confidence", (rows, self.ring + 1), torch.float32)
-        self.scores = desk.tensor("line.scores", (rows, self.ring + 1, vocabulary), torch.float32)
+        self.start = buffers.tensor("line.start", (rows,)).copy_(start)  # first column that is not committed
+        self.end = buffers.tensor("line.end", (rows,)).copy_(start)  # the column behind the last drafted token
+        self.fed = buffers.tensor("line.fed", (rows,))  # columns whose keys and values the draft has
+        self.next = buffers.tensor("line.next", (rows,))  # the token for column `end`, where `fed == end`
+        self.confidence = buffers.tensor("line.confidence", (rows, self.ring + 1), torch.float32)
+        self.scores = buffers.tensor("line.scores", (rows, self.ring + 1, vocabulary), torch.float32)
 
     @property
     def length(self) -> Tensor:
@@ -91,7 +91,7 @@ class Line:
     def state(self, columns: Tensor) -> DraftState:
         """What is known about the token in these columns [B] before it is chosen."""
         index = columns % self.ring
-        shown = columns if self.fixed else columns.clone()  # a hook on the host may keep what it is shown
+        shown = columns if self.static_shapes else columns.clone()  # a hook on the host may keep what it is shown
         return DraftState(self.ids, shown, self.scores[self.rows, index], self.confidence[self.rows, index])
 
     def survivor(self, longest: int, features: Tensor | None, fresh: Tensor, with_scores: bool) -> Survivor:

@@ -1,4 +1,4 @@
-"""Verdicts in few kernels; they are what `Judge` says."""
+"""Verdicts in few kernels; they are what `Verifier` says."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ import torch
 from torch import Tensor
 
 from ..kernels.parallel_build import room
-from ..kernels.rounds import Drawn, drawn_choices, verdict
+from ..kernels.rounds import Drawn, drawn_choices, verify_draft
 from .scoring import Prefixes
-from .state import Branches, Chain
-from .verifier import Judge
+from .state import Branches, DraftTokens
+from .verifier import Verifier
 
 
-class QuickJudge(Judge):
+class QuickJudge(Verifier):
     """A judge that also tells the text what its verdict means."""
 
-    in_kernels = True
+    only_our_kernels = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.limit = self.desk.tensor("judge.limit", (1,)).fill_(self.text.stopper.max_length)
-        self.text.told_on_device = True
+        self.limit = self.buffers.tensor("judge.limit", (1,)).fill_(self.text.stopper.max_length)
+        self.text.resolved_on_device = True
 
-    def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:
-        where = room(chain.length.shape, torch.long, logits.device)
-        leaves = None if chain.leaves is None else (chain.leaves.tokens, chain.leaves.at)
-        verdict(
-            self._choices(logits, chain, branches), (chain.tokens, chain.length), (branches.tokens, branches.at),
-            branches.following, leaves, drafted, self.text.ids, self.text.told, self.limit, report, where,
+    def _decide(
+        self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches, drafted: Tensor, verify_result: Tensor
+    ) -> Tensor:
+        where = room(draft_tokens.length.shape, torch.long, logits.device)
+        leaves = None if draft_tokens.leaves is None else (draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+        verify_draft(
+            self._choices(logits, draft_tokens, branches), (draft_tokens.tokens, draft_tokens.length),
+            (branches.tokens, branches.at),
+            branches.following, leaves, drafted, self.text.ids, self.text.round_result, self.limit, verify_result,
+            where,
         )  # fmt: skip
         return where
 
-    def _choices(self, logits: Tensor, chain: Chain, branches: Branches) -> Tensor:
+    def _choices(self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches) -> Tensor:
         """[B, N + 1 + W]: the target's token at each chain position, at the branch point, behind each runner-up."""
-        scores = self.score(logits.float(), lambda: self._prefixes(chain)) if self.processors else logits
+        scores = self.score(logits.float(), lambda: self._prefixes(draft_tokens)) if self.processors else logits
         if not self.draws:
             return scores.argmax(-1)
         shape = (*scores.shape[:2], scores.shape[2] + 1)
         noise = torch.empty(shape, device=scores.device).exponential_(generator=self.generator)
-        if chain.scores is None:
+        if draft_tokens.scores is None:
             return drawn_choices(scores, noise, None)
-        return drawn_choices(scores, noise, Drawn(chain.tokens, chain.length, chain.scores, *branches[:3]))
+        return drawn_choices(
+            scores, noise, Drawn(draft_tokens.tokens, draft_tokens.length, draft_tokens.scores, *branches[:3])
+        )
 
-    def _prefixes(self, chain: Chain) -> Prefixes:
+    def _prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
         """The text before each of these."""
-        before = self.text.prefixes(chain)
-        if chain.leaves is None:
+        before = self.text.prefixes(draft_tokens)
+        if draft_tokens.leaves is None:
             return before
-        behind = self.text.leaf_prefixes(chain)
+        behind = self.text.leaf_prefixes(draft_tokens)
         return Prefixes(*(torch.cat(both, dim=1) for both in zip(before, behind)))

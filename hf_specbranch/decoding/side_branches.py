@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.static_buffers import Desk
+from ..runtime.static_buffers import Buffers
 from .acceptance import draw
 from .draft_model import DraftModel
-from .pending_draft import Line
+from .pending_draft import PendingDraft
 from .scoring import Guide, Prefixes
 
 
-class Siblings:
+class SideBranches:
     """Up to `most` branches a row: a token at the column where each forks off the line, and `depth` tokens behind it.
 
     Args:
@@ -23,19 +23,19 @@ class Siblings:
         depth: how many tokens to draft behind the first.
     """
 
-    def __init__(self, desk: Desk, line: Line, model: DraftModel, most: int, depth: int) -> None:
-        rows = line.count
-        self.line, self.model, self.most, self.depth = line, model, most, depth
+    def __init__(self, buffers: Buffers, pending: PendingDraft, model: DraftModel, most: int, depth: int) -> None:
+        rows = pending.count
+        self.pending, self.model, self.most, self.depth = pending, model, most, depth
         self.count = most  # how many there are at the moment
-        self.point = desk.tensor("siblings.point", (rows, 1))  # the branch point's column: slots count from there
-        self.forks = desk.tensor("siblings.forks", (rows, most))  # the column of each one's first token
-        self.tokens = desk.tensor("siblings.tokens", (rows, most, depth + 1))
-        self.confidence = desk.tensor("siblings.confidence", (rows, most, depth), torch.float32)
-        self.scores = desk.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
+        self.point = buffers.tensor("siblings.point", (rows, 1))  # the branch point's column: slots count from there
+        self.forks = buffers.tensor("siblings.forks", (rows, most))  # the column of each one's first token
+        self.tokens = buffers.tensor("siblings.tokens", (rows, most, depth + 1))
+        self.confidence = buffers.tensor("siblings.confidence", (rows, most, depth), torch.float32)
+        self.scores = buffers.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
         # The main branch may fill `depth + 1` slots from the branch point on; each sibling has `depth` after these.
-        first = depth + 1 + depth * torch.arange(most, device=line.device)
-        self.slot_offsets = desk.tensor("siblings.slots", (most, depth))
-        self.slot_offsets.copy_(first[:, None] + torch.arange(depth, device=line.device))
+        first = depth + 1 + depth * torch.arange(most, device=pending.device)
+        self.slot_offsets = buffers.tensor("siblings.slots", (most, depth))
+        self.slot_offsets.copy_(first[:, None] + torch.arange(depth, device=pending.device))
         self.guides: list[Guide] = []
 
     @property
@@ -58,7 +58,7 @@ class Siblings:
         for guide in self.guides:
             guide.rewind(int(point[0]))  # with a guide all forks are at the branch point
 
-    def tips(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens to feed in this step, their columns and their slots: [B, W] each."""
         return (
             self.tokens[:, : self.count, step],
@@ -77,7 +77,7 @@ class Siblings:
         """Choose each sibling's next token from logits [B, W, V] behind its tip."""
         q = self.model.distribution(logits, lambda: self.prefixes(step), self.guides)
         confidence, likeliest = q.max(-1)
-        generator = self.line.generator
+        generator = self.pending.generator
         self.confidence[:, : self.count, step] = confidence
         self.scores[:, : self.count, step] = q
         self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
@@ -85,8 +85,8 @@ class Siblings:
     def prefixes(self, step: int) -> Prefixes:
         """The text before the fork, and the sibling's own tokens."""
         forks = self.forks[:, : self.count]
-        ids = self.line.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
-        ids.scatter_(2, forks[:, :, None] + self.line.offsets[: step + 1], self.tokens[:, : self.count, : step + 1])
+        ids = self.pending.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
+        ids.scatter_(2, forks[:, :, None] + self.pending.offsets[: step + 1], self.tokens[:, : self.count, : step + 1])
         return Prefixes(ids, forks + step + 1)
 
     def adopt(self, winner: Tensor) -> None:
@@ -95,13 +95,13 @@ class Siblings:
         Args:
             winner: [B] which sibling, or -1 for none.
         """
-        line, depth, wins, chosen = self.line, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
-        columns = self.forks[line.rows, chosen][:, None] + line.offsets[: depth + 1]  # [B, depth + 1]
-        line.ids.scatter_(1, torch.where(wins, columns, line.capacity), self.tokens[line.rows, chosen])
-        ring = torch.where(wins, columns[:, 1:] % line.ring, line.ring)
-        line.confidence.scatter_(1, ring, self.confidence[line.rows, chosen])
-        line.scores[line.rows[:, None], ring] = self.scores[line.rows, chosen]
-        source = torch.where(wins, self.slots[line.rows, chosen], columns[:, :depth])
+        pending, depth, wins, chosen = self.pending, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
+        columns = self.forks[pending.rows, chosen][:, None] + pending.offsets[: depth + 1]  # [B, depth + 1]
+        pending.ids.scatter_(1, torch.where(wins, columns, pending.capacity), self.tokens[pending.rows, chosen])
+        ring = torch.where(wins, columns[:, 1:] % pending.ring, pending.ring)
+        pending.confidence.scatter_(1, ring, self.confidence[pending.rows, chosen])
+        pending.scores[pending.rows[:, None], ring] = self.scores[pending.rows, chosen]
+        source = torch.where(wins, self.slots[pending.rows, chosen], columns[:, :depth])
         self.model.runner.move(source, columns[:, :depth])
         if self.guides and bool(wins[0]):
             self.model.guide = self.guides[int(winner[0])]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 
-from ..runtime.static_buffers import Desk
+from ..runtime.static_buffers import Buffers
 from .scoring import Prefixes, Processor
 
 BY_SCORES = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
@@ -17,8 +17,8 @@ BY_LENGTH = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 BY_TOKENS = (lp.RepetitionPenaltyLogitsProcessor,)
 
 
-def has_fixed_form(processor: Processor) -> bool:
-    """Whether `FixedScorer` can stand in for this processor."""
+def has_static_form(processor: Processor) -> bool:
+    """Whether `StaticScorer` can stand in for this processor."""
     if type(processor) in BY_TOKENS:
         return not processor.prompt_ignore_length
     return type(processor) in (*BY_SCORES, *BY_LENGTH)
@@ -32,7 +32,7 @@ def signature(processor: Processor) -> Hashable:
     return type(processor).__name__, tuple(sorted(settings.items()))
 
 
-class FixedScorer:
+class StaticScorer:
     """Says what `ExactScorer` says.
 
     Args:
@@ -42,16 +42,16 @@ class FixedScorer:
         vocabulary: how many tokens are scored.
     """
 
-    def __init__(self, processors: Sequence[Processor], desk: Desk, name: str, vocabulary: int) -> None:
+    def __init__(self, processors: Sequence[Processor], buffers: Buffers, name: str, vocabulary: int) -> None:
         self.processors = list(processors)
         self.shortest: dict[int, Tensor] = {}  # [1] below which length a text may not end
         self.ends: dict[int, Tensor] = {}  # [V] the tokens it may not end with
         for index, processor in enumerate(processors):
             if type(processor) in BY_LENGTH:
-                memory = desk.tensor(f"{name}.shortest{index}", (1,))
+                memory = buffers.tensor(f"{name}.shortest{index}", (1,))
                 self.shortest[index] = memory.fill_(_shortest(processor))
-                self.ends[index] = desk.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
-                self.ends[index][processor.eos_token_id.to(desk.device)] = True
+                self.ends[index] = buffers.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
+                self.ends[index][processor.eos_token_id.to(buffers.device)] = True
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
         scores = logits

@@ -12,11 +12,11 @@ from torch import Tensor
 from ..fallback import FallBack
 from ..runtime.base import Step
 from ..runtime.eager import EagerRunner
-from ..runtime.prefill import is_short, read_at_once
-from ..runtime.static_buffers import Desk
+from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
-from .state import Chain, Leaves
+from .state import DraftTokens, TreeLeaves
 from .text import Text
 
 
@@ -42,11 +42,11 @@ class Target:
         axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
     """
 
-    in_kernels = False  # see `Desk.run`
+    only_our_kernels = False  # see `Buffers.run`
 
     def __init__(
         self,
-        desk: Desk,
+        buffers: Buffers,
         runner: EagerRunner,
         text: Text,
         prefill: Callable[[], Any],
@@ -60,12 +60,12 @@ class Target:
         further: ModelInputs | None = None,
         axes: Tensor | None = None,
     ) -> None:
-        self.desk, self.runner, self.device = desk, runner, runner.device
+        self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
-        self.first_position = desk.tensor("target.first_position", (rows, 1))
+        self.first_position = buffers.tensor("target.first_position", (rows, 1))
         self.first_position.copy_(first_position[:, None])
         self.axes = axes if axes is not None and bool(axes.any()) else None  # text alone has the same on all axes
         if runner.rotary:
@@ -74,18 +74,18 @@ class Target:
         last = self.base + text.stopper.max_length - 1
         if runner.learned_positions is not None:
             last = min(last, runner.learned_positions - 1 - int(first_position.max()))
-        self.last, self.room = desk.tensor("target.last", (1,)).fill_(last), last + 2 - self.base
-        self.seen = desk.tensor("target.seen", (rows, capacity), torch.bool).fill_(True)
+        self.last, self.room = buffers.tensor("target.last", (1,)).fill_(last), last + 2 - self.base
+        self.seen = buffers.tensor("target.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :filled] = attention
-        self.slots = torch.arange(capacity, out=desk.tensor("target.slots", (capacity,)))
+        self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
         self._count()
         prompt = self.text.ids[:, : self.text.prompt_length]
-        if self.desk.fixed and self.tokens_alone and is_short(prompt):
+        if self.buffers.static_shapes and self.tokens_alone and fits_captured_prefill(prompt):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            return Step(self.desk.keep("target.logits1", read_at_once(self.runner, prompt, positions)))
+            return Step(self.buffers.keep("target.logits1", prefill_captured(self.runner, prompt, positions)))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
@@ -94,23 +94,23 @@ class Target:
             # Images without tokens in their place, or layers that attend to something else than the text.
             raise FallBack(f"{type(self.runner.model).__name__} keeps {sorted(read)} tokens of a prompt of {filled}")
         logits = output.logits[:, -1:]
-        if self.desk.fixed:
-            return Step(self.desk.keep("target.logits1", logits))
+        if self.buffers.static_shapes:
+            return Step(self.buffers.keep("target.logits1", logits))
         return Step(logits, output.get("hidden_states"), output.get("attentions"))
 
-    def verify(self, chain: Chain) -> Step:
+    def verify(self, draft_tokens: DraftTokens) -> Step:
         """Logits [B, N + 1 + W, V]: at each chain position, at the branch point, and behind each runner-up."""
-        leaves = 0 if chain.leaves is None else chain.leaves.tokens.shape[1]
-        shown = self.base + self.text.reach + chain.tokens.shape[1] + leaves
-        self.runner.reserve(chain.tokens.shape[0], shown)
+        leaves = 0 if draft_tokens.leaves is None else draft_tokens.leaves.tokens.shape[1]
+        shown = self.base + self.text.reach + draft_tokens.tokens.shape[1] + leaves
+        self.runner.reserve(draft_tokens.tokens.shape[0], shown)
         self._count()
-        self.stats.target_positions += chain.tokens.shape[1] + 1 + (chain.leaves is not None) + leaves
-        if not self.desk.fixed:
-            return self._pass(chain, shown, self._forward)
-        shown, queries = self.runner.bucket(shown), chain.tokens.shape[1] + 1 + leaves
-        key = ("verify", queries, chain.leaves is None, leaves, shown, self.base, chain.memory)
-        stage = partial(self._pass, chain, shown, self.runner.forward_as_it_is)
-        self.desk.run(key, lambda: self._keep_step(stage()), self.in_kernels)
+        self.stats.target_positions += draft_tokens.tokens.shape[1] + 1 + (draft_tokens.leaves is not None) + leaves
+        if not self.buffers.static_shapes:
+            return self._pass(draft_tokens, shown, self._forward)
+        shown, queries = self.runner.bucket(shown), draft_tokens.tokens.shape[1] + 1 + leaves
+        key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, self.base, draft_tokens.memory)
+        stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
+        self.buffers.run(key, lambda: self._keep_step(stage()), self.only_our_kernels)
         return self._kept_step(queries)
 
     def check_room(self) -> None:
@@ -128,14 +128,14 @@ class Target:
             like = self.runner.model.get_input_embeddings().weight
             self.runner.rotary.advance(fed, torch.empty(1, dtype=like.dtype, device=like.device))
 
-    def read_what_was_skipped(self) -> None:
+    def read_skipped_token(self) -> None:
         """Put the keys and values of a runner-up that has become text where others look for them.
 
         Rounds with runners-up do so by themselves; this is for those who take over from them.
         """
         if self.text.skips:
             rows = self.text.ids[:, :0]
-            self.verify(Chain(rows, self.text.length, leaves=Leaves(rows, rows)))
+            self.verify(DraftTokens(rows, self.text.length, leaves=TreeLeaves(rows, rows)))
 
     def read_columns(self, first: int, last: int) -> Step:
         """Read text that is final, columns `first` to `last` (exclusive) of all rows; logits [B, last - first, V]."""
@@ -148,7 +148,7 @@ class Target:
         further = self.further.of(last - first)
         positions = self._on_all_axes(self._positions(slots))
         # Of any length, so not worth a capture.
-        return self.runner.forward_as_it_is(tokens, positions, slots, visible, **self.outputs, **further)
+        return self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""
@@ -156,28 +156,28 @@ class Target:
         if not self.further.names and self.axes is None:
             return self.runner.forward(tokens, positions, slots, visible, **outputs)
         outputs |= self.further.of(tokens.shape[1])
-        return self.runner.forward_as_it_is(tokens, positions, slots, visible, **outputs)
+        return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)
 
-    def _pass(self, chain: Chain, shown: int, forward: Callable[..., Step]) -> Step:
-        tokens, columns = self.text.with_chain(chain)  # [B, N + 1]
-        if chain.leaves is None:
+    def _pass(self, draft_tokens: DraftTokens, shown: int, forward: Callable[..., Step]) -> Step:
+        tokens, columns = self.text.verify_inputs(draft_tokens)  # [B, N + 1]
+        if draft_tokens.leaves is None:
             slots = (columns + self.base).to(self.device)
             visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
             return forward(tokens.to(self.device), self._positions(slots), slots, visible, **self.outputs)
         again, before = self.text.before_last()
-        tokens = torch.cat([again, tokens, chain.leaves.tokens.to(tokens.device)], dim=1).to(self.device)
+        tokens = torch.cat([again, tokens, draft_tokens.leaves.tokens.to(tokens.device)], dim=1).to(self.device)
         slots = (torch.cat([before, columns], dim=1) + self.base).to(self.device)  # [B, N + 2]
         visible = self.slots[:shown] <= slots[:, :, None]
         # A runner-up sees the chain before its place, and itself, in a slot behind the chain.
-        places = (slots[:, 1:2] + 1 + chain.leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
-        own = slots[:, -1:] + 1 + self.slots[: chain.leaves.at.shape[1]]  # [B, W]
+        places = (slots[:, 1:2] + 1 + draft_tokens.leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
+        own = slots[:, -1:] + 1 + self.slots[: draft_tokens.leaves.at.shape[1]]  # [B, W]
         sees = (self.slots[:shown] < places) | (self.slots[:shown] == own[:, :, None])
         visible = torch.cat([visible, sees], dim=1) & self.seen[:, None, :shown]
         positions = self._positions(torch.cat([slots, places[:, :, 0]], dim=1))
         slots = torch.cat([slots, own], dim=1)
-        return self._behind_the_first(forward(tokens, positions, slots, visible, **self.outputs))
+        return self._without_first(forward(tokens, positions, slots, visible, **self.outputs))
 
-    def _behind_the_first(self, step: Step) -> Step:
+    def _without_first(self, step: Step) -> Step:
         """Without the token that was read again."""
         states = cast("tuple[Tensor, ...] | None", step.hidden_states)
         return Step(step.logits[:, 1:], None if states is None else tuple(state[:, 1:] for state in states))
@@ -193,17 +193,17 @@ class Target:
 
     def _keep_step(self, step: Step) -> None:
         queries = step.logits.shape[1]
-        self.desk.keep(f"target.logits{queries}", step.logits)
+        self.buffers.keep(f"target.logits{queries}", step.logits)
         if self.feature_layers:
             assert step.hidden_states is not None
             states = torch.stack([step.hidden_states[layer] for layer in self.feature_layers])
-            self.desk.keep(f"target.states{queries}", states)
+            self.buffers.keep(f"target.states{queries}", states)
 
     def _kept_step(self, queries: int) -> Step:
-        logits = self.desk.recall(f"target.logits{queries}")
+        logits = self.buffers.recall(f"target.logits{queries}")
         if not self.feature_layers:
             return Step(logits)
-        states = self.desk.recall(f"target.states{queries}")  # [layers, B, Q, H]
+        states = self.buffers.recall(f"target.states{queries}")  # [layers, B, Q, H]
         return Step(logits, dict(zip(self.feature_layers, states)))
 
     def _count(self) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.host_copies import Outbox
-from ..runtime.static_buffers import Desk
-from .acceptance import NO_TOKEN, NONE, Verdict
+from ..runtime.host_copies import DeviceCopy
+from ..runtime.static_buffers import Buffers
+from .acceptance import NO_TOKEN, NONE, Acceptance
 from .scoring import Prefixes
-from .state import Chain, Outcome, Report
+from .state import DraftTokens, RowResult, VerifyResult
 from .stopping import Stopper
 
 ScoresSoFar = Callable[[int], tuple[Tensor, ...]]
@@ -35,7 +35,7 @@ class Text:
 
     def __init__(
         self,
-        desk: Desk,
+        buffers: Buffers,
         prompt: Tensor,
         capacity: int,
         stopper: Stopper,
@@ -45,17 +45,17 @@ class Text:
         ended: Sequence[bool] = (),
     ) -> None:
         rows, self.prompt_length = prompt.shape
-        self.fixed, self.serial = desk.fixed, desk.serial
-        self.ids = desk.tensor("text.ids", (rows, capacity))
+        self.static_shapes, self.serial = buffers.static_shapes, buffers.serial
+        self.ids = buffers.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
-        self.columns = torch.arange(capacity, out=desk.tensor("text.columns", (capacity,)))
+        self.columns = torch.arange(capacity, out=buffers.tensor("text.columns", (capacity,)))
         # Outcome and length of every row, [7, B]: what the host tells the device once a round.
-        self.told = desk.tensor("text.told", (7, rows))
-        self.told[4] = NONE
-        self.told[6] = self.prompt_length
+        self.round_result = buffers.tensor("text.told", (7, rows))
+        self.round_result[4] = NONE
+        self.round_result[6] = self.prompt_length
         # [B] each: the branch that lives on; the last bonus token; columns of each row
-        self.survivor, self.bonus, self.length = self.told[3], self.told[4], self.told[6]
-        self.outbox = Outbox(self.told)
+        self.survivor, self.continuation, self.length = self.round_result[3], self.round_result[4], self.round_result[6]
+        self.device_copy = DeviceCopy(self.round_result)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
         self.done = list(ended) or [False] * rows  # the row gains nothing more
@@ -66,8 +66,10 @@ class Text:
         self.gained = 0  # tokens added, over all rows
         self.skips = False  # the last round has added a runner-up, which the target has not read in its place
         self.first_gain = 0.0  # when the first was
-        self.told_on_device = False  # a judge writes `told` itself, as if nothing but the longest length ended a row
-        self.unheard = 0  # tokens at most that verdicts have added which the host has not heard
+        self.resolved_on_device = (
+            False  # a judge writes `round_result` itself, as if nothing but the longest length ended a row
+        )
+        self.in_flight = 0  # tokens at most that verdicts have added which the host has not heard
 
     @property
     def finished(self) -> bool:
@@ -76,67 +78,67 @@ class Text:
     @property
     def reach(self) -> int:
         """The longest any row can be by now."""
-        return max(self.lengths) + self.unheard
+        return max(self.lengths) + self.in_flight
 
-    def may_be_over(self, unheard: int) -> bool:
+    def may_finish(self, in_flight: int) -> bool:
         """Whether so many more tokens would make some row as long as it may get."""
-        return max(self.lengths) + unheard >= self.stopper.max_length
+        return max(self.lengths) + in_flight >= self.stopper.max_length
 
-    def ended_before(self, pause: int | None) -> tuple[bool, ...]:
+    def ended_rows(self, pause: int | None) -> tuple[bool, ...]:
         """Which rows are complete, and do not merely wait at this length."""
         at_end = (not self.stopper.eos.isdisjoint(tokens[-1:]) for tokens in self.new)
         return tuple(done and (n != pause or end) for done, n, end in zip(self.done, self.lengths, at_end))
 
     # ---- views
 
-    def with_chain(self, chain: Chain) -> tuple[Tensor, Tensor]:
+    def verify_inputs(self, draft_tokens: DraftTokens) -> tuple[Tensor, Tensor]:
         """The last committed token followed by the chain, and their columns: both [B, N + 1]."""
         last = self.length[:, None] - 1
-        columns = last + self.columns[: chain.tokens.shape[1] + 1]
-        tokens = torch.cat([self.ids.gather(1, last), chain.tokens.to(self.ids.device)], dim=1)
+        columns = last + self.columns[: draft_tokens.tokens.shape[1] + 1]
+        tokens = torch.cat([self.ids.gather(1, last), draft_tokens.tokens.to(self.ids.device)], dim=1)
         return tokens, columns
 
     def before_last(self) -> tuple[Tensor, Tensor]:
         """A token to be read again, and its column: both [B, 1]. A runner-up that was right was read in a place where
         nobody finds it; it stands before the bonus token. Elsewhere the last token is read twice.
         """
-        column = self.length[:, None] - 1 - (self.bonus >= 0)[:, None].long()
+        column = self.length[:, None] - 1 - (self.continuation >= 0)[:, None].long()
         return self.ids.gather(1, column), column
 
-    def leaf_prefixes(self, chain: Chain) -> Prefixes:
+    def leaf_prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
         """The text up to each runner-up, itself included."""
-        assert chain.leaves is not None
-        leaves, at = chain.leaves.tokens, chain.leaves.at.clamp(min=0)
-        columns = self.length[:, None] + self.columns[: chain.tokens.shape[1]]
-        ids = self.ids.scatter(1, columns, chain.tokens)[:, None].repeat(1, leaves.shape[1], 1)  # [B, W, C]
+        assert draft_tokens.leaves is not None
+        leaves, at = draft_tokens.leaves.tokens, draft_tokens.leaves.at.clamp(min=0)
+        columns = self.length[:, None] + self.columns[: draft_tokens.tokens.shape[1]]
+        ids = self.ids.scatter(1, columns, draft_tokens.tokens)[:, None].repeat(1, leaves.shape[1], 1)  # [B, W, C]
         places = self.length[:, None] + at
         return Prefixes(ids.scatter(2, places[:, :, None], leaves[:, :, None]), places + 1)
 
-    def prefixes(self, chain: Chain) -> Prefixes:
+    def prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
         """The text before each chain position and before the branch point."""
-        count = chain.tokens.shape[1]
+        count = draft_tokens.tokens.shape[1]
         columns = self.length[:, None] + self.columns[:count]
-        ids = self.ids.scatter(1, columns, chain.tokens)  # [B, C]
+        ids = self.ids.scatter(1, columns, draft_tokens.tokens)  # [B, C]
         return Prefixes(ids[:, None].expand(-1, count + 1, -1), self.length[:, None] + self.columns[: count + 1])
 
-    def before_last_round(self) -> tuple[Tensor, Tensor]:
+    def before_round(self) -> tuple[Tensor, Tensor]:
         """The text [B, longest], and the length [B] each row had before the last round's tokens."""
-        return self.ids[:, : max(self.lengths)], self.length - self.told[0]
+        return self.ids[:, : max(self.lengths)], self.length - self.round_result[0]
 
     def so_far(self) -> Tensor:
         """[B, L] the text of rows in step."""
         return self.ids[:, : self.lengths[0]].clone(memory_format=torch.contiguous_format)
 
-    def padded(self, chain: Chain) -> Chain:
+    def padded(self, draft_tokens: DraftTokens) -> DraftTokens:
         """The chain as plain `generate()` would feed it to rows in step: finished rows read padding, and so does a row
         after a drafted end-of-sequence token.
         """
-        if not self.in_step or not self.stopper.eos or not chain.tokens.shape[1]:
-            return chain
-        tokens = chain.tokens
+        if not self.in_step or not self.stopper.eos or not draft_tokens.tokens.shape[1]:
+            return draft_tokens
+        tokens = draft_tokens.tokens
         ends = torch.isin(tokens, torch.tensor(sorted(self.stopper.eos), device=tokens.device)).long()
         over = (ends.cumsum(1) > ends) | torch.tensor(self.done, device=tokens.device)[:, None]
-        return chain._replace(tokens=tokens.masked_fill(over, self.pad_token))
+        return draft_tokens._replace(tokens=tokens.masked_fill(over, self.pad_token))
 
     def sequences(self) -> Tensor:
         """[B, longest] the whole text, padded on the right."""
@@ -147,39 +149,52 @@ class Text:
 
     # ---- committing
 
-    def offer(self, verdict: Verdict, bonus: Tensor, chain: Chain) -> None:
+    def offer(self, acceptance: Acceptance, continuation: Tensor, draft_tokens: DraftTokens) -> None:
         """Write what a verdict allows behind the text; how much of it stays is for `commit` to say."""
         if self.in_step:
             return
-        own, extra = verdict.token.clamp(min=0)[:, None], bonus.clamp(min=0)[:, None]
-        tokens = torch.cat([chain.tokens.to(self.ids.device), own, extra], dim=1)  # [B, N + 2]
-        tokens = tokens.scatter(1, verdict.accepted[:, None], own).scatter(1, verdict.accepted[:, None] + 1, extra)
+        own, extra = acceptance.token.clamp(min=0)[:, None], continuation.clamp(min=0)[:, None]
+        tokens = torch.cat([draft_tokens.tokens.to(self.ids.device), own, extra], dim=1)  # [B, N + 2]
+        tokens = tokens.scatter(1, acceptance.accepted[:, None], own).scatter(
+            1, acceptance.accepted[:, None] + 1, extra
+        )
         self.ids.scatter_(1, self.length[:, None] + self.columns[: tokens.shape[1]], tokens)
 
-    def commit(self, reports: list[Report], scores: ScoresSoFar | None = None) -> list[Outcome]:
+    def commit(self, results: list[VerifyResult], scores: ScoresSoFar | None = None) -> list[RowResult]:
         """Add what the verdicts allow, token by token, as far as the stopping criteria let each row go.
 
         Args:
             reports: one a row.
             scores: what stopping criteria are shown after `n` tokens of this round, if scores are recorded.
         """
-        offered = [report.offered for report in reports]
+        offered = [verify_result.offered for verify_result in results]
         if not self.in_step:
             gained = self._advance(offered, scores)
         else:
             if not any(self.appended):  # otherwise the judge has done so already
-                self._advance_in_step(offered, [report.accepted for report in reports], scores)
-            gained, self.appended = self.appended, [0] * len(reports)
+                self._advance_in_step(offered, [verify_result.accepted for verify_result in results], scores)
+            gained, self.appended = self.appended, [0] * len(results)
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
-        self.skips = any(report.bonus != NONE for report in reports)
-        outcomes = [
-            Outcome(count, report.accepted, report.token, report.survivor, report.bonus, done)
-            for count, report, done in zip(gained, reports, self.done)
+        self.skips = any(verify_result.continuation != NONE for verify_result in results)
+        rejection_branches = [
+            RowResult(
+                count,
+                verify_result.accepted,
+                verify_result.token,
+                verify_result.survivor,
+                verify_result.continuation,
+                done,
+            )
+            for count, verify_result, done in zip(gained, results, self.done)
         ]
-        if not self.told_on_device or any(self.done) or not all(outcome.complete for outcome in outcomes):
-            self.outbox.send([list(map(int, field)) for field in (*zip(*outcomes), self.lengths)])
-        return outcomes
+        if (
+            not self.resolved_on_device
+            or any(self.done)
+            or not all(row_result.complete for row_result in rejection_branches)
+        ):
+            self.device_copy.send([list(map(int, field)) for field in (*zip(*rejection_branches), self.lengths)])
+        return rejection_branches
 
     def _advance(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:
         gained = [0] * len(offered)
@@ -240,12 +255,12 @@ class Text:
                 f"every token is masked (-inf), or some score is infinite or NaN"
             )
 
-    def queries_of(self, outcomes: list[Outcome]) -> list[range]:
+    def queries_of(self, rejection_branches: list[RowResult]) -> list[range]:
         """Which queries of the last pass stand for text, row by row; in step, finished rows have read padding there."""
-        longest = max(outcome.committed for outcome in outcomes)
-        return [range(longest if self.in_step else outcome.committed) for outcome in outcomes]
+        longest = max(row_result.committed for row_result in rejection_branches)
+        return [range(longest if self.in_step else row_result.committed) for row_result in rejection_branches]
 
-    def hand_out(self) -> None:
+    def stream_out(self) -> None:
         """Give the streamer every column that is final in all rows."""
         if self.streamer is None:
             return

@@ -8,18 +8,26 @@ import torch
 from torch import Tensor
 
 from ..runtime.base import Step
-from ..runtime.host_copies import Inbox
-from ..runtime.static_buffers import Desk
-from .acceptance import NONE, Bonus, Verdict, draw_if_possible, judge_choices, judge_samples, look_up
+from ..runtime.host_copies import HostCopies
+from ..runtime.static_buffers import Buffers
+from .acceptance import (
+    NONE,
+    Acceptance,
+    LeafContinuation,
+    accept_choices,
+    accept_samples,
+    continue_leaf,
+    draw_if_possible,
+)
 from .scoring import ExactScorer, Prefixes, Processor, Scorer, is_opaque
-from .state import Branches, Chain, Report
-from .static_scoring import FixedScorer
+from .state import Branches, DraftTokens, VerifyResult
+from .static_scoring import StaticScorer
 from .text import ScoresSoFar, Text
 
 UNDECIDED = -1
 
 
-class Judge:
+class Verifier:
     """Judges chains and branches by the target's distribution `p`.
 
     Args:
@@ -33,11 +41,11 @@ class Judge:
         scores_so_far: what stopping criteria are shown of the scores, see `Recorder`.
     """
 
-    in_kernels = False  # see `Desk.run`
+    only_our_kernels = False  # see `Buffers.run`
 
     def __init__(
         self,
-        desk: Desk,
+        buffers: Buffers,
         text: Text,
         processors: Sequence[Processor],
         vocabulary: int,
@@ -46,88 +54,111 @@ class Judge:
         feature_layers: tuple[int, ...] = (),
         scores_so_far: Callable[[Tensor], ScoresSoFar | None] = lambda scores: None,
     ) -> None:
-        self.desk, self.text, self.processors, self.draws, self.generator = desk, text, processors, draws, generator
+        self.buffers, self.text, self.processors, self.draws, self.generator = (
+            buffers,
+            text,
+            processors,
+            draws,
+            generator,
+        )
         self.feature_layers, self.scores_so_far = feature_layers, scores_so_far
         self.in_order = any(is_opaque(processor) for processor in processors)
         self.score: Scorer = ExactScorer(processors)
-        if desk.fixed:
-            self.score = FixedScorer(processors, desk, "judge", vocabulary)
-        self.inbox = Inbox(text.ids.device)
+        if buffers.static_shapes:
+            self.score = StaticScorer(processors, buffers, "verifier", vocabulary)
+        self.host_copies = HostCopies(text.ids.device)
         rows = text.ids.shape[0]
         self.nothing = (  # for the round after the prompt, and for those who never draft
-            Chain(desk.tensor("nothing.tokens", (rows, 0)), desk.tensor("nothing.length", (rows,))),
-            Branches(desk.tensor("nothing.branches", (rows, 1)), desk.tensor("nothing.at", (rows, 1)).fill_(NONE)),
+            DraftTokens(buffers.tensor("nothing.tokens", (rows, 0)), buffers.tensor("nothing.length", (rows,))),
+            Branches(
+                buffers.tensor("nothing.branches", (rows, 1)), buffers.tensor("nothing.at", (rows, 1)).fill_(NONE)
+            ),
         )
-        self.report_memory: dict[int, Tensor] = {}
+        self.result_memory: dict[int, Tensor] = {}
         self.feature_memory: Tensor | None = None
         self.features: Tensor | None = None  # [B, layers, H] target hidden states at the last verified position
         self.scores: Tensor | None = None  # [B, N + 1, V] of the last verdict; only where the stage is not captured
 
-    def __call__(self, step: Step, chain: Chain, branches: Branches, drafted: Callable[[], Tensor]) -> None:
+    def __call__(
+        self, step: Step, draft_tokens: DraftTokens, branches: Branches, drafted: Callable[[], Tensor]
+    ) -> None:
         """Reach a verdict, add what it allows to the text, and send a report to the host.
 
         Args:
             step: logits [B, N + 1 + W, V] from the target, and its hidden states.
-            drafted: says what stands drafted, [B, 6]; see `Report`.
+            drafted: says what stands drafted, [B, 6]; see `VerifyResult`.
         """
-        rows, count = chain.tokens.shape
-        if count not in self.report_memory:
-            self.report_memory[count] = self.desk.tensor(f"report{count}", (rows, len(Report._fields) - 1 + count))
-        report = self.report_memory[count]
+        rows, count = draft_tokens.tokens.shape
+        if count not in self.result_memory:
+            self.result_memory[count] = self.buffers.tensor(
+                f"report{count}", (rows, len(VerifyResult._fields) - 1 + count)
+            )
+        verify_result = self.result_memory[count]
         self.features = self._room_for_features(step)
 
         def stage() -> None:
-            where = self._decide(step.logits, chain, branches, drafted(), report)
+            where = self._decide(step.logits, draft_tokens, branches, drafted(), verify_result)
             if self.features is not None:
                 self.features.copy_(features_at(step, where, self.feature_layers))
 
-        key = ("judge", count, step.logits.shape[1], branches.tokens.shape[1], self.features is None, chain.memory)
-        self.desk.run(key, stage, self.in_kernels)
-        self.inbox.send(report)
+        key = (
+            "verifier",
+            count,
+            step.logits.shape[1],
+            branches.tokens.shape[1],
+            self.features is None,
+            draft_tokens.memory,
+        )
+        self.buffers.run(key, stage, self.only_our_kernels)
+        self.host_copies.send(verify_result)
 
-    def _decide(self, logits: Tensor, chain: Chain, branches: Branches, drafted: Tensor, report: Tensor) -> Tensor:
+    def _decide(
+        self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches, drafted: Tensor, verify_result: Tensor
+    ) -> Tensor:
         """Judge, offer the text what is allowed, and write the report.
 
         Returns:
             [B] which query's logits the last token was chosen from.
         """
-        count = chain.tokens.shape[1]
-        verdict, self.scores = self.verdict(logits[:, : count + 1], chain, branches)
-        bonus = self.look_further(verdict, logits[:, count + 1 :], chain)
-        survivor = self._goes_on(verdict.survivor, bonus.token, branches)
-        self.text.offer(verdict, bonus.token, chain)
-        said = torch.stack([verdict.accepted, verdict.token, survivor, bonus.token], dim=1)
-        report.copy_(torch.cat([said, drafted.to(report.device), chain.tokens.to(report.device)], dim=1))
-        return torch.where(bonus.leaf == NONE, verdict.accepted, count + 1 + bonus.leaf)
+        count = draft_tokens.tokens.shape[1]
+        acceptance, self.scores = self.acceptance(logits[:, : count + 1], draft_tokens, branches)
+        continuation = self.continue_leaves(acceptance, logits[:, count + 1 :], draft_tokens)
+        survivor = self._goes_on(acceptance.survivor, continuation.token, branches)
+        self.text.offer(acceptance, continuation.token, draft_tokens)
+        said = torch.stack([acceptance.accepted, acceptance.token, survivor, continuation.token], dim=1)
+        verify_result.copy_(
+            torch.cat([said, drafted.to(verify_result.device), draft_tokens.tokens.to(verify_result.device)], dim=1)
+        )
+        return torch.where(continuation.leaf == NONE, acceptance.accepted, count + 1 + continuation.leaf)
 
-    def reports(self) -> list[Report]:
+    def results(self) -> list[VerifyResult]:
         """One a row; here the host waits for the device, once a round."""
-        return [Report.of(numbers) for numbers in self.inbox.read()]
+        return [VerifyResult.of(numbers) for numbers in self.host_copies.read()]
 
-    def look_further(self, verdict: Verdict, logits: Tensor, chain: Chain) -> Bonus:
+    def continue_leaves(self, acceptance: Acceptance, logits: Tensor, draft_tokens: DraftTokens) -> LeafContinuation:
         """The token behind the verdict's, where the target has checked that one as a runner-up.
 
         Args:
             logits: [B, W, V] behind the runners-up.
         """
-        if chain.leaves is None:
-            none = torch.full_like(verdict.token, NONE)
-            return Bonus(none, none)
+        if draft_tokens.leaves is None:
+            none = torch.full_like(acceptance.token, NONE)
+            return LeafContinuation(none, none)
         device = self.text.ids.device
-        chain = chain.to(device)
-        assert chain.leaves is not None
+        draft_tokens = draft_tokens.to(device)
+        assert draft_tokens.leaves is not None
         logits = logits.to(device=device, dtype=torch.float32)
-        choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(chain)))
-        return look_up(verdict, choices, chain.leaves.tokens, chain.leaves.at)
+        choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(draft_tokens)))
+        return continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
 
-    def _goes_on(self, survivor: Tensor, bonus: Tensor, branches: Branches) -> Tensor:
+    def _goes_on(self, survivor: Tensor, continuation: Tensor, branches: Branches) -> Tensor:
         """[B] the surviving branch, unless the bonus token behind its first is not its next."""
         if branches.following is None:
             return survivor
         following = branches.following.to(survivor.device).gather(1, survivor.clamp(min=0)[:, None])[:, 0]
-        return torch.where((bonus == NONE) | (bonus == following), survivor, NONE)
+        return torch.where((continuation == NONE) | (continuation == following), survivor, NONE)
 
-    def verdict(self, logits: Tensor, chain: Chain, branches: Branches) -> tuple[Verdict, Tensor]:
+    def acceptance(self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches) -> tuple[Acceptance, Tensor]:
         """The verdict and the processed scores [B, N + 1, V].
 
         Args:
@@ -135,15 +166,15 @@ class Judge:
         """
         device = self.text.ids.device
         logits = logits.to(device=device, dtype=torch.float32)
-        chain, branches = chain.to(device), branches.to(device)
+        draft_tokens, branches = draft_tokens.to(device), branches.to(device)
         if self.in_order:
-            choices, scores = self._choose_in_order(logits, chain)
+            choices, scores = self._choose_in_order(logits, draft_tokens)
         else:
-            scores = self.score(logits, lambda: self.text.prefixes(chain))
-            if chain.scores is not None:
-                return self._test(scores, chain, branches), scores
+            scores = self.score(logits, lambda: self.text.prefixes(draft_tokens))
+            if draft_tokens.scores is not None:
+                return self._test(scores, draft_tokens, branches), scores
             choices = self._choose(scores)
-        return judge_choices(choices, chain.tokens, chain.length, branches.tokens, branches.at), scores
+        return accept_choices(choices, draft_tokens.tokens, draft_tokens.length, branches.tokens, branches.at), scores
 
     def score_columns(self, logits: Tensor, first: int) -> Tensor:
         """The processed scores [B, Q, V] after columns `first` onward of text that is final."""
@@ -152,22 +183,28 @@ class Judge:
         logits = logits.to(device=ids.device, dtype=torch.float32)
         return self.score(logits, lambda: Prefixes(ids, lengths))
 
-    def _test(self, scores: Tensor, chain: Chain, branches: Branches) -> Verdict:
-        assert chain.scores is not None
+    def _test(self, scores: Tensor, draft_tokens: DraftTokens, branches: Branches) -> Acceptance:
+        assert draft_tokens.scores is not None
         at_point = scores.new_zeros((scores.shape[0], 1, scores.shape[2]))
-        q = torch.cat([chain.scores, at_point], dim=1)  # [B, N + 1, V]
+        q = torch.cat([draft_tokens.scores, at_point], dim=1)  # [B, N + 1, V]
         if branches.scores is not None:
             rows = torch.arange(q.shape[0], device=q.device)
-            q[rows, chain.length] = branches.scores
-        return judge_samples(
-            scores.softmax(-1), q, chain.tokens, chain.length, branches.tokens, branches.at, self.generator
+            q[rows, draft_tokens.length] = branches.scores
+        return accept_samples(
+            scores.softmax(-1),
+            q,
+            draft_tokens.tokens,
+            draft_tokens.length,
+            branches.tokens,
+            branches.at,
+            self.generator,
         )
 
     def _choose(self, scores: Tensor) -> Tensor:
         """The target's token at each position: [..., V] to [...]."""
         return draw_if_possible(scores.softmax(-1), self.generator) if self.draws else scores.argmax(-1)
 
-    def _choose_in_order(self, logits: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
+    def _choose_in_order(self, logits: Tensor, draft_tokens: DraftTokens) -> tuple[Tensor, Tensor]:
         """Processors, choice, stopping criteria, one token after the other: just the calls of plain `generate()`.
 
         Each token becomes text before anybody is asked about the next. As soon as one unfinished row leaves its chain,
@@ -177,7 +214,7 @@ class Judge:
         choices = torch.full((rows, positions), UNDECIDED, device=logits.device)
         scores = logits.clone()
         shown = self.scores_so_far(scores)
-        lengths, drafted = chain.length.tolist(), chain.tokens.tolist()
+        lengths, drafted = draft_tokens.length.tolist(), draft_tokens.tokens.tolist()
         for j in range(positions):
             text, step = self.text.so_far(), logits[:, j].clone()
             for processor in self.processors:
@@ -196,7 +233,7 @@ class Judge:
         if self.feature_memory is None:
             like = step.hidden_states[self.feature_layers[0]]  # [B, Q, H]
             shape = (like.shape[0], len(self.feature_layers), like.shape[2])
-            memory = self.desk.tensor("features", shape, like.dtype)
+            memory = self.buffers.tensor("features", shape, like.dtype)
             self.feature_memory = memory
         return self.feature_memory
 

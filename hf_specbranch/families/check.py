@@ -27,9 +27,14 @@ OURS = Path(__file__).resolve().parents[1]
 
 POLICIES = {
     "autoregressive": SpecBranchConfig(policy="autoregressive"),
-    "vanilla": SpecBranchConfig(policy="vanilla", max_draft_length=4, confidence_threshold=0.0, runners_up=3),
+    "vanilla": SpecBranchConfig(policy="vanilla", max_draft_length=4, confidence_threshold=0.0, tree_leaves=3),
     "specbranch": SpecBranchConfig(
-        policy="specbranch", max_draft_length=3, confidence_threshold=0.05, max_branches=3, max_outcomes=2, runners_up=2
+        policy="specbranch",
+        max_draft_length=3,
+        confidence_threshold=0.05,
+        max_branches=3,
+        max_rejection_branches=2,
+        tree_leaves=2,
     ),
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..decoding.hooks import ThreeWay
+from ..decoding.hooks import LengthHeadHook
 from .config import LengthHeadConfig
 from .expectation import Expectation
 from .identity import ModelIdentity
@@ -94,13 +94,13 @@ class LengthHead(nn.Module):
         """[N] 0, 1 or 2, by the thresholds in the config."""
         return verdict_by_thresholds(self(features).softmax(-1), self.config.none_threshold, self.config.all_threshold)
 
-    def bind(self, target: PreTrainedModel) -> ThreeWay:
+    def bind(self, target: PreTrainedModel) -> LengthHeadHook:
         """The head as a hook of the engine, on the target's device, reading the target's embeddings."""
         from .folded import BoundHead
 
         embeddings = target.get_input_embeddings()
         self.to(next(embeddings.parameters()).device).eval()
-        return ThreeWay(BoundHead(self, embeddings))
+        return LengthHeadHook(BoundHead(self, embeddings))
 
     def check_pair(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> None:
         """Refuse a pair the head was not trained for.

@@ -16,7 +16,7 @@ _OWN: dict[int, tuple[str, int]] = {}  # by a config's identity: its own attenti
 
 
 @contextmanager
-def asking_for(config: Any, attention: str) -> Iterator[None]:
+def overriding_attention(config: Any, attention: str) -> Iterator[None]:
     """For the moment, let a config ask for this attention.
 
     Example:
@@ -41,7 +41,7 @@ def asking_for(config: Any, attention: str) -> Iterator[None]:
                 config._attn_implementation_internal = own
 
 
-def own_attention(config: Any) -> str:
+def original_attention(config: Any) -> str:
     """What a config asks for when nobody has changed it."""
     with _LOCK:
         own: str = _OWN[id(config)][0] if id(config) in _OWN else config._attn_implementation

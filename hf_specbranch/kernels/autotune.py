@@ -19,7 +19,7 @@ from .backend import runs, triton
 from .gated import gated_product
 from .linear import MOST_ROWS, PLANS, Parts, Plan, fits, linear_in_parts
 from .norm import rms_norm
-from .parallel_build import rehearsing
+from .parallel_build import is_dry_run
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
             _CHOSEN[key] = shipped()[known]
         elif torch.cuda.is_current_stream_capturing():
             return None  # nothing can be measured now
-        elif rehearsing():
+        elif is_dry_run():
             _build_all(weight, rows, kind)
             return None
         else:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..runtime.module_walk import every_module
-from .attention_override import asking_for, own_attention
+from .attention_override import original_attention, overriding_attention
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -31,7 +31,7 @@ from .forwards import (
 )
 from .interface import NAME, UNCAPPED, one_pass, register
 from .module_check import Call, Forward
-from .parallel_build import rehearse, rehearsing
+from .parallel_build import build_in_parallel, is_dry_run
 from .recognise import (
     calls_registered_attention,
     layer_norms,
@@ -118,7 +118,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         return
     register()
     config = model.config.get_text_config(decoder=True)
-    own = own_attention(config)
+    own = original_attention(config)
     recipe = _recipe(model, own)
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
@@ -129,14 +129,14 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
         stack.callback(hook.remove)
         if recipe.attention != own:
-            stack.enter_context(asking_for(config, recipe.attention))
+            stack.enter_context(overriding_attention(config, recipe.attention))
         for module, forward in list(_valid(model, recipe)):  # all are looked at before the first is changed
             module.forward = forward
             stack.callback(module.__dict__.pop, "forward", None)
         yield model
 
 
-def can_rehearse(model: PreTrainedModel, passes: Callable[[], object] = lambda: None) -> bool:
+def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] = lambda: None) -> bool:
     """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on.
 
     Args:
@@ -147,7 +147,7 @@ def can_rehearse(model: PreTrainedModel, passes: Callable[[], object] = lambda: 
     if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in every_module(model)):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    stand_ins = _valid(model, _recipe(model, own_attention(config), passes))
+    stand_ins = _valid(model, _recipe(model, original_attention(config), passes))
     return _all_attention(model, (stand_in for _, stand_in in stand_ins))
 
 
@@ -168,7 +168,7 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
     structure = hash((parts, implementation, model.dtype, model.device))
     recipe = _RECIPES.get(model)
     if recipe is None or recipe.structure != structure:
-        if rehearsing():
+        if is_dry_run():
             raise RuntimeError("nothing can be tried in a rehearsal")
 
         calls = watch(model)
@@ -178,7 +178,7 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
             passes()
 
         try:
-            rehearse(trial_and_passes, model.device, new_model=True)
+            build_in_parallel(trial_and_passes, model.device, new_model=True)
         finally:
             _RECIPES.pop(model, None)
         recipe = _RECIPES[model] = _find_out(model, calls, implementation, structure)

@@ -22,7 +22,7 @@ _cut: ContextVar[_Cut | None] = ContextVar("cut", default=None)
 
 
 @contextmanager
-def cutting(cut: Callable[[], None]) -> Iterator[None]:
+def splitting(cut: Callable[[], None]) -> Iterator[None]:
     """Calls `cut` once, when the first layers are done."""
     before = _cut.set(_Cut(cut))
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .forwards import AttentionForward, LayerForward, attention_inputs
-from .parallel_build import rehearsing
+from .parallel_build import is_dry_run
 
 Forward = Callable[..., Any]
 
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 def agreeing(stand_ins: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, Forward]:
     """Those stand-ins that differ from their modules by no more than rounding."""
-    if rehearsing():  # there is nothing to compare, and one of each kind meets all kernels
+    if is_dry_run():  # there is nothing to compare, and one of each kind meets all kernels
         errors_of(_one_of_each(stand_ins), calls)
         return dict(stand_ins)
     errors = errors_of(stand_ins, calls)

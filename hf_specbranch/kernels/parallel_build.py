@@ -40,12 +40,12 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        rehearsal = _rehearsal.get()
-        if rehearsal is None:
+        dry_run = _dry_run.get()
+        if dry_run is None:
             _wait_for_triton()
             self.jitted[grid](*args, **options)
         else:
-            rehearsal.build(self, grid, args, options)
+            dry_run.build(self, grid, args, options)
 
     def build(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """As launching it would, and nothing more."""
@@ -70,7 +70,7 @@ class AllBuilt(BaseException):
     """Kernels are found on disk; there is nothing to rehearse. No error, so whoever expects errors lets it pass."""
 
 
-class Rehearsal:
+class DryRun:
     """Builds kernels in threads.
 
     Args:
@@ -104,19 +104,19 @@ class Rehearsal:
             kernel.build(grid, args, options)
 
 
-_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_dry_run: ContextVar[DryRun | None] = ContextVar("rehearsal", default=None)
 _cold: list[bool] = []  # whether the last model whose modules were tried has met kernels that were not on disk
 _set_up = threading.Event()  # Triton is: a kernel has been built
 _aside: list[threading.Thread] = []  # where that happens, if not where it is needed
 _begin_once = threading.Lock()
 
 
-def rehearsing() -> bool:
+def is_dry_run() -> bool:
     """Whether kernels are built and not launched."""
-    return _rehearsal.get() is not None
+    return _dry_run.get() is not None
 
 
-def rehearse(stage: Callable[[], object], device: torch.device, new_model: bool = False) -> None:
+def build_in_parallel(stage: Callable[[], object], device: torch.device, new_model: bool = False) -> None:
     """Build the kernels of a stage side by side.
 
     Where the first kernel that a model needs is found on disk, so are its others: rehearsals end there and are left
@@ -132,22 +132,22 @@ def rehearse(stage: Callable[[], object], device: torch.device, new_model: bool 
     if new_model and False in _cold:
         _cold.clear()
     if device.type == "cuda" and False not in _cold:
-        _rehearse(stage, device, tells=True)
+        _dry_run_stage(stage, device, tells=True)
 
 
-def rehearse_aside(stage: Callable[[], object], device: torch.device) -> None:
+def build_in_background(stage: Callable[[], object], device: torch.device) -> None:
     """Begin the first rehearsal of this process in a thread of its own, so that Triton is set up there.
 
     Everything else waits for that, but not for its further kernels.
 
     Args:
-        stage: see `rehearse`.
+        stage: see `build_in_parallel`.
         device: a CUDA device.
     """
 
     def run() -> None:
         try:
-            _rehearse(stage, device, tells=False)
+            _dry_run_stage(stage, device, tells=False)
         finally:
             _set_up.set()  # or it will be by whoever comes next
 
@@ -168,10 +168,10 @@ def _wait_for_triton() -> None:
         _set_up.wait()
 
 
-def _rehearse(stage: Callable[[], object], device: torch.device, tells: bool) -> None:
+def _dry_run_stage(stage: Callable[[], object], device: torch.device, tells: bool) -> None:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        rehearsal = Rehearsal(pool, device, tells)
-        before = _rehearsal.set(rehearsal)
+        dry_run = DryRun(pool, device, tells)
+        before = _dry_run.set(dry_run)
         try:
             stage()
         except AllBuilt:
@@ -182,11 +182,11 @@ def _rehearse(stage: Callable[[], object], device: torch.device, tells: bool) ->
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
-            _rehearsal.reset(before)
-    logger.debug("%d kernels were rehearsed", len(rehearsal.jobs))
+            _dry_run.reset(before)
+    logger.debug("%d kernels were rehearsed", len(dry_run.jobs))
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for indices that a kernel will write; in a rehearsal, where it does not, they are valid all the same."""
-    make = torch.zeros if rehearsing() else torch.empty
+    make = torch.zeros if is_dry_run() else torch.empty
     return make(shape, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..runtime.module_walk import every_module
-from .attention_override import asking_for
+from .attention_override import overriding_attention
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -79,7 +79,7 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
     with evaluating(model):
         try:
             for name in names:
-                with asking_for(config, name):
+                with overriding_attention(config, name):
                     logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float())
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
             return False

@@ -17,7 +17,7 @@ from torch import Tensor
 from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_once_known
 from .linear import added
 from .norm import PLAIN, NormForm, rms_norm_reference
-from .parallel_build import rehearsing
+from .parallel_build import is_dry_run
 
 
 class HeadNorm(NamedTuple):
@@ -121,7 +121,7 @@ def _rotary_in_steps(
     if slots is None:
         return query, key
     assert value is not None
-    if rehearsing():
+    if is_dry_run():
         return query, None
     rows = torch.arange(key.shape[0], device=key.device)[:, None]
     slots.keys[rows, :, slots.places] = key.transpose(1, 2).to(slots.keys.dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .backend import serves
 from .blocks import blocks_in_use
-from .parallel_build import rehearse_aside
-from .rounds import Tips, verdict, with_chain
+from .parallel_build import build_in_background
+from .rounds import ForwardInputs, verify_draft, verify_inputs
 
 SLOTS, SIZE = 256, 128  # that a short text shows, and of heads; others share most of these kernels
 
@@ -24,7 +24,7 @@ def prepare(device: torch.device) -> None:
         >>> prepare(torch.device("cpu"))  # nothing is built there
     """
     if device.type == "cuda" and serves(device):
-        rehearse_aside(lambda: _kernels_of_every_model(device), device)
+        build_in_background(lambda: _kernels_of_every_model(device), device)
 
 
 def _kernels_of_every_model(device: torch.device) -> None:
@@ -33,6 +33,18 @@ def _kernels_of_every_model(device: torch.device) -> None:
 
     visible = torch.zeros((1, 1, SLOTS), dtype=torch.bool, device=device)
     blocks_in_use(visible[None], 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
-    one, ids, chain, told = numbers(1), numbers(1, 1), numbers(1, 0), numbers(7, 1)
-    verdict(ids, (chain, one), (chain, chain), None, None, numbers(1, 6), ids, told, one, numbers(1, 10), one)
-    with_chain(ids, told, chain, None, ids, one, visible[0], 0, Tips(ids, ids, ids, visible))
+    one, ids, draft_tokens, round_result = numbers(1), numbers(1, 1), numbers(1, 0), numbers(7, 1)
+    verify_draft(
+        ids,
+        (draft_tokens, one),
+        (draft_tokens, draft_tokens),
+        None,
+        None,
+        numbers(1, 6),
+        ids,
+        round_result,
+        one,
+        numbers(1, 10),
+        one,
+    )
+    verify_inputs(ids, round_result, draft_tokens, None, ids, one, visible[0], 0, ForwardInputs(ids, ids, ids, visible))

@@ -24,7 +24,7 @@ class Agreement:
         rank: where the target's token stood among the draft's candidates: 0 first, `ABSENT` none of them.
         candidates: how many were looked at; branches beyond that cannot be replayed.
         chances: the probabilities of these candidates at each new token, the likeliest first; needed to replay branches
-            for corrections (`max_outcomes`), and nothing else.
+            for corrections (`max_rejection_branches`), and nothing else.
 
     Example:
         >>> from hf_specbranch.planning.simulate import Agreement

@@ -24,13 +24,13 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..stats import Sum
+from ..stats import Totals
 from .simulate import ABSENT, Agreement, StepCosts, predict
 
 # By whether stages are captured: lengths of chains, thresholds of confidence, outcome branches, runners-up.
 LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
 SENDING = {True: (0.02,), False: (0.1, 0.4)}
-OUTCOMES = {True: (12,), False: (0, 4)}
+REJECTION_BRANCHES = {True: (12,), False: (0, 4)}
 LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK = 16  # tokens that our kernels take at the price of one or little more; captured passes are kept within it
 BETTER = 1.03  # a plan must promise so much more than the one under way
@@ -39,16 +39,16 @@ MOST_HIDDEN = 0.7  # of drafting beside a pass on the same device; 0.4 was measu
 WORTH_OVERLAPPING = 0.05  # the least hidden part for which both models work at once
 
 
-class Stretch(NamedTuple):
+class SegmentTiming(NamedTuple):
     """Some rounds after one plan, and what they took."""
 
     rounds: int
     tokens: float  # committed a row
     seconds: float
     overlap: bool
-    draft: Sum  # drafting before the passes
-    verify: Sum
-    branch: Sum  # drafting that could run beside them
+    draft: Totals  # drafting before the passes
+    verify: Totals
+    branch: Totals  # drafting that could run beside them
     disturbed: bool = False  # something happened that happens once
 
     @property
@@ -82,21 +82,23 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     found = []
     for length, epsilon in product(lengths, sending):
         plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
-        simple = replace(plan, policy="vanilla", max_outcomes=0, overlap=False)
+        simple = replace(plan, policy="vanilla", max_rejection_branches=0, overlap=False)
         for leaves in LEAVES[captured]:
             fitting = max(0, min(leaves, BLOCK - 2 - length)) if captured else leaves
-            leaves = set_or(config.runners_up, fitting)
-            found.append(replace(simple, runners_up=leaves))
-            for outcomes in OUTCOMES[captured]:
-                branching = replace(plan, policy="specbranch", max_outcomes=set_or(config.max_outcomes, outcomes))
-                found.append(replace(branching, runners_up=leaves))
-    none = replace(found[0], policy="autoregressive", runners_up=0)
+            leaves = set_or(config.tree_leaves, fitting)
+            found.append(replace(simple, tree_leaves=leaves))
+            for outcomes in REJECTION_BRANCHES[captured]:
+                branching = replace(
+                    plan, policy="specbranch", max_rejection_branches=set_or(config.max_rejection_branches, outcomes)
+                )
+                found.append(replace(branching, tree_leaves=leaves))
+    none = replace(found[0], policy="autoregressive", tree_leaves=0)
     return list(dict.fromkeys([none, *found]))
 
 
 def width(plan: SpecBranchConfig) -> int:
     """Tokens in a pass of the target: the last one, the chain, runners-up, and with these the token before the last."""
-    leaves = int(plan.runners_up)
+    leaves = int(plan.tree_leaves)
     return 1 + plan.draft_length + (1 + leaves if leaves else 0)
 
 
@@ -170,7 +172,7 @@ def likely_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float
     return sum(alike) / len(alike) if alike else 1.0
 
 
-def prices(stretches: Sequence[Stretch]) -> StepCosts:
+def prices(stretches: Sequence[SegmentTiming]) -> StepCosts:
     """What steps take, from rounds that were timed; some of them without overlap.
 
     Example:
@@ -199,7 +201,7 @@ def prices(stretches: Sequence[Stretch]) -> StepCosts:
     return replace(costs, hidden=hidden)
 
 
-def _loop(alone: Sequence[Stretch]) -> float:
+def _loop(alone: Sequence[SegmentTiming]) -> float:
     """Seconds of a round outside forwards."""
     if not alone:
         return 0.0
@@ -207,16 +209,16 @@ def _loop(alone: Sequence[Stretch]) -> float:
     return max(0.0, sum(each.seconds for each in alone) - parts) / sum(each.rounds for each in alone)
 
 
-def _curve(alone: Sequence[Stretch], loop: float) -> tuple[tuple[float, float], ...]:
+def _curve(alone: Sequence[SegmentTiming], loop: float) -> tuple[tuple[float, float], ...]:
     """(further tokens, seconds) of the passes without overlap, the narrowest first; a wider pass is no faster.
 
     A straight line would not do: on a CPU and in our kernels a pass over two tokens is a different thing from one over
     one, and further ones cost little until a block is full.
     """
-    sums: dict[int, Sum] = {}
+    sums: dict[int, Totals] = {}
     for each in alone:
         width = round(each.verify.positions / each.verify.forwards)
-        sums[width] = sums.get(width, Sum()) + each.verify
+        sums[width] = sums.get(width, Totals()) + each.verify
     points, slowest = [], 0.0
     for _, together in sorted(sums.items()):
         slowest = max(slowest, together.seconds / together.forwards)
@@ -224,7 +226,7 @@ def _curve(alone: Sequence[Stretch], loop: float) -> tuple[tuple[float, float], 
     return tuple(points)
 
 
-def _line(sums: Iterable[Sum]) -> tuple[float, float]:
+def _line(sums: Iterable[Totals]) -> tuple[float, float]:
     """Seconds of a forward over one token, and of each further one: the best straight line, never falling."""
     points = [(each.positions / each.forwards, each.seconds / each.forwards, each.forwards) for each in sums if each[1]]
     count = sum(weight for *_, weight in points)
@@ -290,7 +292,7 @@ def described(plan: SpecBranchConfig, overlap: bool) -> Iterator[str]:
     if plan.policy != "autoregressive":
         yield f"length {plan.max_draft_length}"
         yield f"epsilon {plan.confidence_threshold:g}"
-        yield f"{plan.runners_up} runners-up"
+        yield f"{plan.tree_leaves} runners-up"
     if plan.policy == "specbranch":
-        yield f"{plan.max_outcomes} outcome branches"
+        yield f"{plan.max_rejection_branches} outcome branches"
         yield "overlapped" if overlap else "one after the other"

@@ -20,9 +20,19 @@ from transformers import PreTrainedModel
 from ..config import SpecBranchConfig
 from ..decoding.text import Text
 from ..runtime.adapters import adapter_state
-from ..runtime.overlap import Beside
+from ..runtime.overlap import Overlap
 from ..stats import SpecBranchStats
-from .chooser import SURELY_BETTER, Choice, Stretch, choose, described, may_be_better, ordinary_text, prices, width
+from .chooser import (
+    SURELY_BETTER,
+    Choice,
+    SegmentTiming,
+    choose,
+    described,
+    may_be_better,
+    ordinary_text,
+    prices,
+    width,
+)
 from .simulate import Agreement, StepCosts, predict
 
 WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
@@ -41,7 +51,7 @@ FIRST = 4  # up to this generation every one is thought over, then ever fewer: i
 SHORTEST = 1024  # contexts up to this length are one situation
 
 
-class Leg(NamedTuple):
+class PlanSegment(NamedTuple):
     """Rounds to go, and how."""
 
     plan: SpecBranchConfig
@@ -91,7 +101,7 @@ class Texts:
 class Knowledge:
     """What earlier generations of a pair have shown; `situation` stands for what costs depend on."""
 
-    timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], Stretch]] = field(default_factory=dict)
+    timed: dict[Hashable, dict[tuple[SpecBranchConfig, bool], SegmentTiming]] = field(default_factory=dict)
     choices: dict[Hashable, Choice] = field(default_factory=dict)  # the last one, by situation
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)  # speed of its rounds over what was predicted
     promising: set[Hashable] = field(default_factory=set)  # situations in which drafting beside the target may pay
@@ -150,21 +160,21 @@ class Planner:
         """Costs grow with the context: when it has doubled they are measured anew."""
         return self._situation, max(SHORTEST, self.context()).bit_length()
 
-    def legs(self) -> Generator[Leg, Stretch, None]:
+    def segments(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """How to go on; each leg is answered with what it took."""
         return self._by_measured_costs() if self.usual is None else self._by_usual_costs(self.usual)
 
-    def _by_usual_costs(self, costs: StepCosts) -> Generator[Leg, Stretch, None]:
+    def _by_usual_costs(self, costs: StepCosts) -> Generator[PlanSegment, SegmentTiming, None]:
         """By the text alone, and by none that came before: the same seed must give the same text."""
         ordinary = ordinary_text(1 + max(plan.max_branches for plan in self.plans))
         plan, rounds, predicted = choose(self.plans, [ordinary], costs, self.captured).plan, LEARNING, None
         while True:
-            yield Leg(plan, rounds, plan.overlap, predicted)
+            yield PlanSegment(plan, rounds, plan.overlap, predicted)
             rounds *= 4
             if found := self.agreements():
                 plan, predicted, _ = choose(self.plans, found, costs, self.captured, plan, better=SURELY_BETTER)
 
-    def _by_measured_costs(self) -> Generator[Leg, Stretch, None]:
+    def _by_measured_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         choice, rounds = self.known.choices.get(self.situation), CHECK
         while True:
             if (yield from self._measure()):
@@ -173,19 +183,19 @@ class Planner:
             if self._unmeasured():  # what was timed promises that something else may be better
                 continue
             plan, predicted, gain = choice or (self._simple[-1], None, 1.0)
-            leg = Leg(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted, gain)
-            choice = self.learn(leg, (yield leg))
+            segment = PlanSegment(plan, LEARNING if predicted is None else rounds, plan.overlap, predicted, gain)
+            choice = self.learn(segment, (yield segment))
             rounds *= 2
 
-    def _measure(self) -> Generator[Leg, Stretch, bool]:
+    def _measure(self) -> Generator[PlanSegment, SegmentTiming, bool]:
         """Time what was not timed yet, if anything."""
         wanted = self._unmeasured()
         for plan, overlap in wanted:
-            yield Leg(plan, WARM_UP, overlap)
+            yield PlanSegment(plan, WARM_UP, overlap)
             for _ in range(TRIES):
-                leg = Leg(plan, TIMED, overlap)
-                took = yield leg
-                self._note(leg, took)
+                segment = PlanSegment(plan, TIMED, overlap)
+                took = yield segment
+                self._note(segment, took)
                 if not took.disturbed:
                     break
         return bool(wanted)
@@ -218,15 +228,15 @@ class Planner:
         return sorted(few, key=lambda plan: (width(plan), -plan.draft_length))
 
     @property
-    def timed(self) -> dict[tuple[SpecBranchConfig, bool], Stretch]:
+    def timed(self) -> dict[tuple[SpecBranchConfig, bool], SegmentTiming]:
         """The last leg after each plan, with overlap and without, in this situation."""
         return self.known.timed.setdefault(self.situation, {})
 
-    def _note(self, leg: Leg, took: Stretch) -> None:
-        self.timed.pop((leg.plan, leg.overlap), None)
-        self.timed[leg.plan, leg.overlap] = took  # the latest last
+    def _note(self, segment: PlanSegment, took: SegmentTiming) -> None:
+        self.timed.pop((segment.plan, segment.overlap), None)
+        self.timed[segment.plan, segment.overlap] = took  # the latest last
 
-    def end(self, leg: Leg, took: Stretch) -> None:
+    def end(self, segment: PlanSegment, took: SegmentTiming) -> None:
         """Remember the last leg too, and have what was measured first measured again from time to time.
 
         A machine may have been busy when it was measured, and what is not run again would never be seen in its true
@@ -234,7 +244,7 @@ class Planner:
         """
         if self.usual is not None:
             return
-        self.learn(leg, took, ending=True)
+        self.learn(segment, took, ending=True)
         unchosen = self.situation not in self.known.choices
         if unchosen and self.timed and not self._unmeasured() and (choice := self._choose()) is not None:
             self.known.choices[self.situation] = choice
@@ -243,17 +253,17 @@ class Planner:
             self.timed.pop(list(self.timed)[0], None)  # unless another thread has
             self.known.choices.pop(self.situation, None)
 
-    def learn(self, leg: Leg, took: Stretch, ending: bool = False) -> Choice | None:
+    def learn(self, segment: PlanSegment, took: SegmentTiming, ending: bool = False) -> Choice | None:
         """Remember what a leg took, and say what to do next, the same again or something else."""
-        if leg.predicted is None:
+        if segment.predicted is None:
             return None
-        choice = Choice(leg.plan, leg.predicted, leg.tokens_per_pass)
+        choice = Choice(segment.plan, segment.predicted, segment.tokens_per_pass)
         sound = took.rounds >= TIMED and not took.disturbed
         if sound:
-            self._note(leg, took)
-        pause = ending or leg.plan.policy == "autoregressive"
-        if (pause and self._is_time()) or (sound and self._is_surprise(leg, took)):
-            choice = self._choose(leg.plan, took if sound else None) or choice
+            self._note(segment, took)
+        pause = ending or segment.plan.policy == "autoregressive"
+        if (pause and self._is_time()) or (sound and self._is_surprise(segment, took)):
+            choice = self._choose(segment.plan, took if sound else None) or choice
         self.known.choices[self.situation] = choice
         return choice
 
@@ -267,16 +277,16 @@ class Planner:
         known.ask_again = now + 1 if now < FIRST else 2 * now
         return True
 
-    def _is_surprise(self, leg: Leg, took: Stretch) -> bool:
+    def _is_surprise(self, segment: PlanSegment, took: SegmentTiming) -> bool:
         """Whether rounds took, or gained, something else than was predicted."""
-        assert leg.predicted is not None
-        cost = took.seconds / took.rounds * leg.predicted / leg.tokens_per_pass
-        gain = took.tokens / took.rounds / leg.tokens_per_pass
+        assert segment.predicted is not None
+        cost = took.seconds / took.rounds * segment.predicted / segment.tokens_per_pass
+        gain = took.tokens / took.rounds / segment.tokens_per_pass
         least, most = COST_AS_PREDICTED
         fewest, highest = GAIN_AS_PREDICTED
         return not least < cost < most or not fewest < gain < highest
 
-    def _choose(self, plan: SpecBranchConfig | None = None, took: Stretch | None = None) -> Choice | None:
+    def _choose(self, plan: SpecBranchConfig | None = None, took: SegmentTiming | None = None) -> Choice | None:
         """Think it over, on this text and on the last ones; None while there is nothing to think about.
 
         Args:
@@ -305,42 +315,42 @@ class Planner:
         return choice
 
 
-class Meter:
+class SegmentTimer:
     """Reads what a leg took off the statistics and the clocks.
 
     Args:
         stats: where forwards are counted, and legs noted.
-        beside: where work is timed.
+        overlap: where work is timed.
         text: where tokens are gained.
         captures: says how many graphs have been captured so far.
     """
 
-    def __init__(self, stats: SpecBranchStats, beside: Beside, text: Text, captures: Callable[[], int]) -> None:
-        self.stats, self.beside, self.text, self.captures = stats, beside, text, captures
+    def __init__(self, stats: SpecBranchStats, overlap: Overlap, text: Text, captures: Callable[[], int]) -> None:
+        self.stats, self.overlap, self.text, self.captures = stats, overlap, text, captures
 
     def start(self) -> None:
         """What comes from here on belongs to the next leg."""
         self.clock, self.gained, self.captured = time.perf_counter(), self.text.gained, self.captures()
 
-    def read(self, leg: Leg) -> Stretch:
+    def read(self, segment: PlanSegment) -> SegmentTiming:
         """What was done since the start."""
-        seconds, work = time.perf_counter() - self.clock, self.beside.take()
-        took = Stretch(
+        seconds, work = time.perf_counter() - self.clock, self.overlap.take()
+        took = SegmentTiming(
             rounds=work["verify"].forwards,
             tokens=(self.text.gained - self.gained) / len(self.text.lengths),
             seconds=seconds,
-            overlap=leg.overlap,
+            overlap=segment.overlap,
             disturbed=self.captures() > self.captured,
             **work,
         )
         self.stats.plans.append(
             {
-                "plan": ", ".join(described(leg.plan, leg.overlap)),
+                "plan": ", ".join(described(segment.plan, segment.overlap)),
                 "rounds": took.rounds,
                 "tokens": took.tokens,
                 "seconds": took.seconds,
                 "tokens_per_second": took.tokens_per_second,
-                "predicted_tokens_per_second": leg.predicted,
+                "predicted_tokens_per_second": segment.predicted,
             }
         )
         return took

@@ -40,10 +40,13 @@ def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True
         (0.4, 12)
     """
     decided, policy = config.decided(captured, cheap), POLICIES[config.policy]
-    outcomes, leaves = decided.max_outcomes if policy.forks else 0, decided.runners_up if policy.drafts_first else 0
-    if (outcomes, leaves) == (decided.max_outcomes, decided.runners_up):
+    outcomes, leaves = (
+        decided.max_rejection_branches if policy.forks else 0,
+        decided.tree_leaves if policy.drafts_first else 0,
+    )
+    if (outcomes, leaves) == (decided.max_rejection_branches, decided.tree_leaves):
         return decided
-    return replace(decided, max_outcomes=outcomes, runners_up=leaves)
+    return replace(decided, max_rejection_branches=outcomes, tree_leaves=leaves)
 
 
 def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:
@@ -67,10 +70,10 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None, capture
             f"max_branches={config.max_branches}, but {agreement.candidates} candidates were recorded at each "
             f"position: record with candidates={config.max_branches}"
         )
-    if (config.max_outcomes or config.runners_up) and not agreement.chances:
+    if (config.max_rejection_branches or config.tree_leaves) and not agreement.chances:
         raise ValueError(
-            f"max_outcomes={config.max_outcomes} and runners_up={config.runners_up}, but the recording has no chances: "
-            f"record it anew, or replay with 0 of both"
+            f"max_rejection_branches={config.max_rejection_branches} and tree_leaves={config.tree_leaves}, but the "
+            f"recording has no probabilities: record it again, or replay with both at 0"
         )
     if not POLICIES[config.policy].drafts:
         return [Round(0, 1, 0, 0, 0)] * (len(agreement.rank) - 1)
@@ -141,7 +144,7 @@ class _Player:
         self.right, self.certain, self.width = tables.right, tables.certain, tables.width
         self.standing = tables.standing
         most = self.gamma * self.branches
-        self.outcomes, self.leaves = min(int(config.max_outcomes), most), min(int(config.runners_up), most)
+        self.outcomes, self.leaves = min(int(config.max_rejection_branches), most), min(int(config.tree_leaves), most)
         self.captured = [self._captured(lined) for lined in (False, True)] if captured else None
 
     def __iter__(self) -> Iterator[Round]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..kernels.attention_override import asking_for, own_attention
+from ..kernels.attention_override import original_attention, overriding_attention
 from ..kernels.backend import serves
 from ..kernels.fuse import registered_attention
 from ..kernels.interface import one_pass, register
@@ -124,13 +124,13 @@ class CompiledLayers:
 
     def _choose_attention(self, model: PreTrainedModel, ours: bool) -> None:
         config = model.config.get_text_config(decoder=True)
-        self.attention = own = own_attention(config)
+        self.attention = own = original_attention(config)
         if ours and serves(model.device):
             register()
             if own not in self.attentions:
                 self.attentions[own] = registered_attention(model, own)
             self.attention = self.attentions[own]
-            self.undo.enter_context(asking_for(config, self.attention))
+            self.undo.enter_context(overriding_attention(config, self.attention))
             one_pass.begin()
             self.undo.callback(one_pass.end)
             self.undo.callback(model.register_forward_pre_hook(lambda *_: one_pass.forget()).remove)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels import can_rehearse, fuse, fused, rehearse
-from ..kernels.attention_override import own_attention
+from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
+from ..kernels.attention_override import original_attention
 from .base import Step
 from .compiled import compiled_layers
 from .eager import SMALLEST, EagerRunner, round_up
 from .masks import MaskMaker
 from .module_walk import every_buffer, every_module, every_parameter
 from .self_check import PARENTS, kernels_agree
-from .static_buffers import CapturedDesk, Desk, GraphMemory
+from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Layers = Literal["plain", "fused", "compiled", "compiled, our attention"]
 MOST_QUERIES = 1024  # longer forwards are bound by the device, and run eagerly
 MANY_QUERIES = 256  # for which libraries do other things than for one
-MOST_DESKS = 24  # settings whose stages are kept; the least recently used go
+MOST_BUFFERS = 24  # settings whose stages are kept; the least recently used go
 
 
 class Captured(NamedTuple):
@@ -64,7 +64,7 @@ class GraphRunner(EagerRunner):
         self.layers = layers
         self.runtime = "compile" if layers.startswith("compiled") else "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
-        self.desks: dict[Hashable, CapturedDesk] = {}
+        self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
         self.fingerprint = 0  # of the model when the runner was made
 
     @cached_property
@@ -73,9 +73,13 @@ class GraphRunner(EagerRunner):
         return GraphMemory(self.device)
 
     @cached_property
-    def rehearses(self) -> bool:
+    def builds_in_parallel(self) -> bool:
         """Whether passes can be rehearsed, so that kernels are built side by side."""
-        return self.layers == "fused" and self.device.type == "cuda" and can_rehearse(self.model, self._some_passes)
+        return (
+            self.layers == "fused"
+            and self.device.type == "cuda"
+            and can_build_in_parallel(self.model, self._some_passes)
+        )
 
     def _some_passes(self) -> None:
         """Over one token, over those of the self-check and over many, for a rehearsal before the cache holds anything.
@@ -90,7 +94,7 @@ class GraphRunner(EagerRunner):
             for queries in (1, 1, len(PARENTS), MANY_QUERIES):
                 tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
                 visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
-                self.forward_as_it_is(tokens, tokens, tokens, visible)
+                self.forward_uncaptured(tokens, tokens, tokens, visible)
         finally:
             self.cache.layers.clear()
 
@@ -98,21 +102,23 @@ class GraphRunner(EagerRunner):
     def graphs_captured(self) -> int:  # type: ignore[override]
         return self.graph_memory.captures
 
-    def desk(self, settings: Hashable) -> Desk:
+    def buffers(self, settings: Hashable) -> Buffers:
         """The desk for stages with these settings, from an earlier generation if there was one."""
-        desk = self.desks.pop(settings, None) or CapturedDesk(self.device, self.graph_memory, self.rehearses)
-        self.desks[settings] = desk
-        for oldest in list(self.desks)[:-MOST_DESKS]:
-            del self.desks[oldest]
-        return desk
+        buffers = self.buffers_by_settings.pop(settings, None) or StaticBuffers(
+            self.device, self.graph_memory, self.builds_in_parallel
+        )
+        self.buffers_by_settings[settings] = buffers
+        for oldest in list(self.buffers_by_settings)[:-MOST_BUFFERS]:
+            del self.buffers_by_settings[oldest]
+        return buffers
 
     def reserve(self, rows: int, slots: int) -> None:
         before = self.cache.address.capacity, self.slot_positions.shape
         super().reserve(rows, round_up(slots))
         if (self.cache.address.capacity, self.slot_positions.shape) != before:
             self.captured.clear()  # their buffers have moved
-            for desk in self.desks.values():
-                desk.graphs.clear()
+            for buffers in self.buffers_by_settings.values():
+                buffers.graphs.clear()
             if self.device.type == "cuda":
                 self.graph_memory.renew()
 
@@ -135,9 +141,11 @@ class GraphRunner(EagerRunner):
             graph.replay()
         return captured.step
 
-    def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+    def forward_uncaptured(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
+    ) -> Step:
         with self._layers():
-            return super().forward_as_it_is(tokens, positions, slots, visible, **extra)
+            return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
 
     def _layers(self) -> AbstractContextManager[Any]:
         if self.layers == "fused":
@@ -157,10 +165,10 @@ class GraphRunner(EagerRunner):
         self.graph_memory.captures += 1
         steps: list[Step] = []
         with self.graph_memory.aside():
-            if self.rehearses:
-                rehearse(lambda: self.forward_as_it_is(*buffers, **extra), self.device)
-            self.forward_as_it_is(*buffers, **extra)  # libraries set themselves up outside the graph
-            graphs = self.graph_memory.record(lambda: steps.append(self.forward_as_it_is(*buffers, **extra)))
+            if self.builds_in_parallel:
+                build_in_parallel(lambda: self.forward_uncaptured(*buffers, **extra), self.device)
+            self.forward_uncaptured(*buffers, **extra)  # libraries set themselves up outside the graph
+            graphs = self.graph_memory.record(lambda: steps.append(self.forward_uncaptured(*buffers, **extra)))
         return Captured(graphs, *buffers, steps[0])
 
 
@@ -168,7 +176,7 @@ class GraphRunner(EagerRunner):
 # no reference to its model, so that it goes when the model goes.
 _IDLE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, GraphRunner]] = WeakKeyDictionary()
 # Models that were seen to ask the device something in mid-forward, and what was said about it.
-_ASKS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+_SYNCS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 # Models whose pass through the kernels was compared with their own: their fingerprint then, and whether it agreed.
 _AGREE: WeakKeyDictionary[PreTrainedModel, tuple[int, bool]] = WeakKeyDictionary()
 
@@ -183,17 +191,17 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     if model not in _AGREE or _AGREE[model][0] != now:
         runner = GraphRunner(model, masks, "fused")
         runner.reserve(rows, SMALLEST)
-        logger.debug("kernels are built side by side: %s", runner.rehearses)
+        logger.debug("kernels are built side by side: %s", runner.builds_in_parallel)
         _AGREE[model] = now, kernels_agree(model, masks)
     return "fused" if _AGREE[model][1] else "plain"
 
 
-def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
+def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
     """Why a forward of this model cannot be captured, found out by trying once; empty if it can.
 
     A forward that waits for the device (to route tokens to experts, say) cannot be part of a graph.
     """
-    if model not in _ASKS:
+    if model not in _SYNCS:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         runner = EagerRunner(model, masks)
         runner.reserve(1, 1)
@@ -201,17 +209,17 @@ def why_it_asks(model: PreTrainedModel, masks: MaskMaker) -> str:
         forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _ASKS[model] = _why_it_waits(forward)
-            if _ASKS[model]:
+            _SYNCS[model] = _why_it_syncs(forward)
+            if _SYNCS[model]:
                 with suppress(RuntimeError):
                     forward()  # what is set up on first use may wait
-                _ASKS[model] = _why_it_waits(forward)
-        if _ASKS[model]:
-            logger.warning("%s runs eagerly: %s", type(model).__name__, _ASKS[model])
-    return _ASKS[model]
+                _SYNCS[model] = _why_it_syncs(forward)
+        if _SYNCS[model]:
+            logger.warning("%s runs eagerly: %s", type(model).__name__, _SYNCS[model])
+    return _SYNCS[model]
 
 
-def _why_it_waits(forward: Callable[[], object]) -> str:
+def _why_it_syncs(forward: Callable[[], object]) -> str:
     mode = torch.cuda.get_sync_debug_mode()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -255,7 +263,7 @@ def fingerprint(model: PreTrainedModel) -> int:
     training = tuple(module.training for module in every_module(model))
     config = model.config.get_text_config(decoder=True)
     modes = (
-        own_attention(config),
+        original_attention(config),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),

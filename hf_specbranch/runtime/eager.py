@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.parallel_build import rehearsing
+from ..kernels.parallel_build import is_dry_run
 from .base import Step
 from .kv_cache import SlotCache
 from .masks import MaskMaker
 from .positions import learned_positions
 from .rotary import LengthDependentRotary
-from .static_buffers import Desk
+from .static_buffers import Buffers
 
 SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
 
@@ -47,7 +47,7 @@ class EagerRunner:
         self.rotary = LengthDependentRotary(model)
         self.lag: Tensor | int = 0  # [B, 1] positions between each row and the longest one
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.last_alone: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
+        self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
         self.quiet = quiet_arguments(model)
 
     def reserve(self, rows: int, slots: int) -> None:
@@ -69,7 +69,7 @@ class EagerRunner:
             past_key_values=self.cache,
             use_cache=True,
             **self.quiet,
-            **self.last_alone,
+            **self.last_logits_only,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -79,9 +79,9 @@ class EagerRunner:
         self.reserve(positions.shape[0], first + positions.shape[1])
         self.slot_positions[:, first : first + positions.shape[1]] = positions
 
-    def desk(self, settings: Hashable) -> Desk:
+    def buffers(self, settings: Hashable) -> Buffers:
         """Where stages with these settings run."""
-        return Desk(self.device)
+        return Buffers(self.device)
 
     def bucket(self, slots: int) -> int:
         """How many slots a captured forward reads where this many are needed."""
@@ -92,12 +92,14 @@ class EagerRunner:
 
         Positions may be [axes, B, Q], with those of the text first: models of images have several.
         """
-        return self.forward_as_it_is(tokens, positions, slots, visible, **extra)
+        return self.forward_uncaptured(tokens, positions, slots, visible, **extra)
 
-    def forward_as_it_is(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+    def forward_uncaptured(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
+    ) -> Step:
         """The same, launched kernel by kernel; for stages that are captured as a whole."""
         shown, in_text = visible.shape[2], positions if positions.ndim == 2 else positions[0]
-        if self.masks.window is not None and not rehearsing():
+        if self.masks.window is not None and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)
         lengths = in_text + self.lag + 1

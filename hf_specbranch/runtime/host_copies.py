@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-class Letter(NamedTuple):
+class PinnedCopy(NamedTuple):
     """Integers on the host, and the moment from which on they are there."""
 
     numbers: Tensor
     arrived: torch.cuda.Event | None
 
 
-class Inbox:
+class HostCopies:
     """From the device to the host. `send` returns at once; `read` is where the host waits.
 
     Two letters may be under way at a time.
@@ -24,40 +24,40 @@ class Inbox:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self.under_way: deque[Letter] = deque()
-        self.sheets: dict[torch.Size, deque[Letter]] = {}  # pinned memory to write on, the oldest first
+        self.in_flight: deque[PinnedCopy] = deque()
+        self.pinned_copies: dict[torch.Size, deque[PinnedCopy]] = {}  # pinned memory to write on, the oldest first
 
     def send(self, numbers: Tensor) -> None:
         """Put integers of any shape on their way."""
         if not self.on_gpu:
-            self.under_way.append(Letter(numbers.clone(), None))
+            self.in_flight.append(PinnedCopy(numbers.clone(), None))
             return
-        sheets = self.sheets.setdefault(numbers.shape, deque())
-        letter = sheets.popleft() if len(sheets) == 2 else _new_sheet(numbers.shape)
-        sheets.append(letter)
-        letter.numbers.copy_(numbers, non_blocking=True)
-        assert letter.arrived is not None
-        letter.arrived.record(torch.cuda.current_stream(numbers.device))
-        self.under_way.append(letter)
+        pinned_copies = self.pinned_copies.setdefault(numbers.shape, deque())
+        copy = pinned_copies.popleft() if len(pinned_copies) == 2 else _new_pinned_copy(numbers.shape)
+        pinned_copies.append(copy)
+        copy.numbers.copy_(numbers, non_blocking=True)
+        assert copy.arrived is not None
+        copy.arrived.record(torch.cuda.current_stream(numbers.device))
+        self.in_flight.append(copy)
 
     def read(self) -> list[list[int]]:
         """The oldest letter, as soon as it is there."""
-        letter = self.under_way.popleft()
-        if letter.arrived is not None:
-            letter.arrived.synchronize()
-        return letter.numbers.tolist()
+        copy = self.in_flight.popleft()
+        if copy.arrived is not None:
+            copy.arrived.synchronize()
+        return copy.numbers.tolist()
 
     def skip(self) -> None:
         """Throw the oldest letter away unread."""
-        self.under_way.popleft()
+        self.in_flight.popleft()
 
 
-def _new_sheet(shape: torch.Size) -> Letter:
+def _new_pinned_copy(shape: torch.Size) -> PinnedCopy:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return Letter(torch.empty(shape, dtype=torch.long, pin_memory=True), event)
+    return PinnedCopy(torch.empty(shape, dtype=torch.long, pin_memory=True), event)
 
 
-class Outbox:
+class DeviceCopy:
     """From the host to the device. The memory on either side stays where it is."""
 
     def __init__(self, memory: Tensor) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention_override import own_attention
+from ..kernels.attention_override import original_attention
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
 from .adapters import adapter_state
@@ -56,7 +56,7 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
         ValueError: if no form of mask gives the right logits, or if the model fails on an ordinary pass.
     """
     config = model.config.get_text_config(decoder=True)
-    attention = own_attention(config)
+    attention = original_attention(config)
     if attention not in MASKED_ATTENTION:
         raise ValueError(
             f"the {role} {type(model).__name__} uses attn_implementation={attention!r}, which takes no explicit "

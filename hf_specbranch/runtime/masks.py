@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention_override import own_attention
+from ..kernels.attention_override import original_attention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Implementations that take an explicit mask over keys: a boolean one, and one to be added to the scores.
@@ -28,7 +28,7 @@ class MaskMaker:
         self.by_layer_type = by_layer_type
         self.kinds = layer_kinds(config)
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.additive = own_attention(config) == "eager"
+        self.additive = original_attention(config) == "eager"
         self.dtype = model.dtype
 
     def __call__(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:

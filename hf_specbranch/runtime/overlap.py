@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from ..stats import SpecBranchStats, Sum
+from ..stats import SpecBranchStats, Totals
 
 Result = TypeVar("Result")
 Span = tuple[float, float]
@@ -39,7 +39,7 @@ class Clock:
         return float(self.origin.elapsed_time(moment)) / 1000
 
 
-class Beside:
+class Overlap:
     """Runs the target's pass beside the draft's work.
 
     On CUDA each has a stream of its own, the draft's with high priority, so that its small kernels need not queue
@@ -50,12 +50,12 @@ class Beside:
         draft: the draft's device.
         stats: where both count their forwards.
         inline: launch the target's pass from the calling thread: it is a replay, and takes no time.
-        overlap: do so; otherwise the pass comes first and the draft's work after it. May change between rounds.
+        enabled: do so; otherwise the pass comes first and the draft's work after it. May change between rounds.
 
     Example:
-        >>> with Beside(torch.device("cpu"), torch.device("cpu")) as beside:
-        ...     answer = beside.start(lambda: 6 * 7)
-        ...     with beside.working("branch"):
+        >>> with Beside(torch.device("cpu"), torch.device("cpu")) as overlap:
+        ...     answer = overlap.start(lambda: 6 * 7)
+        ...     with overlap.working("branch"):
         ...         pass
         ...     answer()
         42
@@ -67,9 +67,9 @@ class Beside:
         draft: torch.device,
         stats: SpecBranchStats | None = None,
         inline: bool = False,
-        overlap: bool = True,
+        enabled: bool = True,
     ) -> None:
-        self.inline, self.overlap, self.stats = inline, overlap, stats or SpecBranchStats()
+        self.inline, self.enabled, self.stats = inline, enabled, stats or SpecBranchStats()
         self.stream = self.draft_stream = None
         if target.type == "cuda":
             self.stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class Beside:
         self.clock = Clock(target, draft)
         self.spans = _no_spans()  # since `take`
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> Overlap:
         self.exit = ExitStack()
         if self.draft_stream is not None:
             outer = torch.cuda.current_stream(self.device)
@@ -96,7 +96,7 @@ class Beside:
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
         """Begin `work(*arguments)`; the returned function waits for its result."""
-        if not self.overlap:
+        if not self.enabled:
             with self.working("verify"):
                 done = work(*arguments)
             return lambda: done
@@ -127,7 +127,7 @@ class Beside:
         before, begin = self._counted(what), self.clock.now()
         yield
         done = (after - once for once, after in zip(before, self._counted(what)))
-        self.spans[what].append((begin, self.clock.now(), Sum(0.0, *done)))
+        self.spans[what].append((begin, self.clock.now(), Totals(0.0, *done)))
 
     def give_up(self) -> None:
         """The last round was begun in vain; it counts nowhere."""
@@ -145,11 +145,11 @@ class Beside:
             return stats.target_forwards, stats.target_positions
         return stats.draft_forwards, stats.draft_positions
 
-    def take(self) -> dict[Work, Sum]:
+    def take(self) -> dict[Work, Totals]:
         """The work of each kind since the last call; waits for the device to have done it."""
         seconds = self.clock.seconds
         spans = {what: [(seconds(begin), seconds(end)) for begin, end, _ in all] for what, all in self.spans.items()}
-        sums = {what: Sum(sum(end - begin for begin, end in spans[what])) for what in spans}
+        sums = {what: Totals(sum(end - begin for begin, end in spans[what])) for what in spans}
         for what, marks in self.spans.items():
             sums[what] = sum((done for *_, done in marks), start=sums[what])
         self.stats.draft_seconds += sums["branch"].seconds
@@ -158,7 +158,7 @@ class Beside:
         return sums
 
 
-def _no_spans() -> dict[Work, list[tuple[Any, Any, Sum]]]:
+def _no_spans() -> dict[Work, list[tuple[Any, Any, Totals]]]:
     """When each piece of work began and ended, and the forwards in it."""
     return {"draft": [], "verify": [], "branch": []}
 

@@ -17,13 +17,13 @@ from .eager import EagerRunner
 STEP, MOST = 256, 1024
 
 
-def is_short(tokens: Tensor) -> bool:
+def fits_captured_prefill(tokens: Tensor) -> bool:
     """Whether a text [B, P] is read so; what fills it up counts, and all rows."""
     rows, length = tokens.shape
-    return 0 < rows * filled_up(length) <= MOST
+    return 0 < rows * padded_length(length) <= MOST
 
 
-def read_at_once(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Tensor:
+def prefill_captured(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Tensor:
     """Read a text from its beginning, token `i` into slot `i`; logits [B, 1, V] behind its last token.
 
     Tokens that mean nothing fill up the pass, before the text, so that its last token is always the last. They write
@@ -35,22 +35,22 @@ def read_at_once(runner: EagerRunner, tokens: Tensor, positions: Tensor) -> Tens
         positions: [B, P or more] of what the slots hold.
     """
     rows, length = tokens.shape
-    filled = filled_up(length)
+    filled = padded_length(length)
     runner.reserve(rows, filled)
     every = torch.arange(filled, device=tokens.device)
     slots = every.roll(filled - length)
     positions = positions[:, slots.clamp(max=length - 1)]  # no further, or they might leave those a model knows
     visible = (every <= slots[:, None]).expand(rows, -1, -1)
     tokens = pad(tokens, (filled - length, 0))
-    return runner.forward(tokens, positions, slots.repeat(rows, 1), visible, **runner.last_alone).logits[:, -1:]
+    return runner.forward(tokens, positions, slots.repeat(rows, 1), visible, **runner.last_logits_only).logits[:, -1:]
 
 
-def can_read_aside(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
+def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
     """Whether a text fits behind the slots in use."""
     return tokens.shape[1] <= STEP <= runner.cache.address.capacity - used
 
 
-def read_aside(runner: EagerRunner, tokens: Tensor) -> Tensor:
+def read_in_spare_slots(runner: EagerRunner, tokens: Tensor) -> Tensor:
     """Logits [1, L, V] behind each token of a text [1, L] of at most a step, whatever else is under way: its keys and
     values go to the last slots there are.
     """
@@ -63,6 +63,6 @@ def read_aside(runner: EagerRunner, tokens: Tensor) -> Tensor:
     return runner.forward(tokens, positions, capacity - STEP + order[None], visible).logits[:, :length]
 
 
-def filled_up(length: int) -> int:
+def padded_length(length: int) -> int:
     """The next length that a pass is captured for."""
     return -(-length // STEP) * STEP

@@ -53,7 +53,7 @@ def runner_for(
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":
         _say_once(model, role, reason)
-    if runtime == "eager" or reason or cuda_graph.why_it_asks(model, masks):
+    if runtime == "eager" or reason or cuda_graph.why_it_syncs(model, masks):
         yield EagerRunner(model, masks)
         return
     layers: cuda_graph.Layers = "compiled, our attention" if ours else "compiled"

@@ -13,13 +13,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..kernels import rehearse
-from ..kernels.graph_split import cutting
+from ..kernels import build_in_parallel
+from ..kernels.graph_split import splitting
 
 _serials = count()
 
 
-class Desk:
+class Buffers:
     """Memory for one generation, and stages that run as they are.
 
     Args:
@@ -28,8 +28,8 @@ class Desk:
             that they may ask, and do only what is needed.
     """
 
-    def __init__(self, device: torch.device, fixed: bool = False) -> None:
-        self.device, self.fixed = device, fixed
+    def __init__(self, device: torch.device, static_shapes: bool = False) -> None:
+        self.device, self.static_shapes = device, static_shapes
         self.serial = next(_serials)  # names this memory; never used again
         self.memory: dict[str, Tensor] = {}
 
@@ -52,7 +52,7 @@ class Desk:
         """A source of randomness for stages."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def run(self, key: Hashable, stage: Callable[[], None], in_kernels: bool = False) -> None:
+    def run(self, key: Hashable, stage: Callable[[], None], only_our_kernels: bool = False) -> None:
         """Do the work of a stage.
 
         Args:
@@ -94,7 +94,7 @@ class GraphMemory:
 
         begin()
         try:
-            with cutting(cut):
+            with splitting(cut):
                 stage()
         finally:
             graphs[-1].capture_end()
@@ -110,7 +110,7 @@ class GraphMemory:
         current.wait_stream(self.stream)
 
 
-class CapturedDesk(Desk):
+class StaticBuffers(Buffers):
     """Memory that outlives a generation, and stages captured as CUDA graphs.
 
     A stage runs eagerly the first time and is recorded then; from the second time on it is one launch, or two.
@@ -121,9 +121,9 @@ class CapturedDesk(Desk):
         rehearses: stages in kernels are rehearsed: what they need is built side by side before they first run.
     """
 
-    def __init__(self, device: torch.device, graph_memory: GraphMemory, rehearses: bool = False) -> None:
-        super().__init__(device, fixed=True)
-        self.graph_memory, self.rehearses = graph_memory, rehearses
+    def __init__(self, device: torch.device, graph_memory: GraphMemory, builds_in_parallel: bool = False) -> None:
+        super().__init__(device, static_shapes=True)
+        self.graph_memory, self.builds_in_parallel = graph_memory, builds_in_parallel
         self.generators: dict[str, torch.Generator] = {}
         self.graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}  # of each stage, in order
 
@@ -138,24 +138,24 @@ class CapturedDesk(Desk):
         known = self.generators.setdefault(name, torch.Generator(self.device))
         return known.manual_seed(seed)
 
-    def run(self, key: Hashable, stage: Callable[[], None], in_kernels: bool = False) -> None:
+    def run(self, key: Hashable, stage: Callable[[], None], only_our_kernels: bool = False) -> None:
         graphs = self.graphs.get(key)
         if graphs is None:
-            self.graphs[key] = self._run_and_capture(stage, in_kernels and self.rehearses)
+            self.graphs[key] = self._run_and_capture(stage, only_our_kernels and self.builds_in_parallel)
         else:
             for graph in graphs:
                 graph.replay()
 
-    def _run_and_capture(self, stage: Callable[[], None], rehearsed: bool) -> list[torch.cuda.CUDAGraph]:
+    def _run_and_capture(self, stage: Callable[[], None], in_parallel: bool) -> list[torch.cuda.CUDAGraph]:
         self.graph_memory.captures += 1
         with self.graph_memory.aside():
-            if rehearsed:
-                self._rehearse(stage)
+            if in_parallel:
+                self._dry_run_stage(stage)
             stage()  # this time's work; recording does none
             return self.graph_memory.record(stage, list(self.generators.values()))
 
-    def _rehearse(self, stage: Callable[[], None]) -> None:
+    def _dry_run_stage(self, stage: Callable[[], None]) -> None:
         states = [(generator, generator.get_state()) for generator in self.generators.values()]
-        rehearse(stage, self.device)
+        build_in_parallel(stage, self.device)
         for generator, state in states:
             generator.set_state(state)

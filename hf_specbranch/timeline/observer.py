@@ -9,18 +9,18 @@ from typing import Any, cast
 import torch
 
 from ..decoding.acceptance import NONE
-from ..decoding.accounting import Books
+from ..decoding.accounting import Accounting
 from ..decoding.drafter import Drafter, NoDrafter
 from ..decoding.loop import Parts
-from ..decoding.state import Branches, Chain, Feedback, Outcome, Report
+from ..decoding.state import Branches, DraftTokens, Feedback, RowResult, VerifyResult
 from ..decoding.target import Target
 from ..runtime.base import Step
 from ..runtime.overlap import Clock
 from .recording import BRANCHES, DRAFT, PROMPT, TARGET, Block
-from .tokens import DraftedLine
+from .tokens import TokenLog
 
 
-class Watch:
+class TimelineObserver:
     """An observer for `generate(speculation_observer=...)`; `record` uses it.
 
     Example:
@@ -33,7 +33,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.line = DraftedLine()
+        self.pending = TokenLog()
         self.notes: list[dict[str, Any]] = []  # blocks, with moments in place of seconds
         self.verdict_moments: list[Any] = []
 
@@ -43,11 +43,11 @@ class Watch:
         if rows != 1:
             raise ValueError(f"a timeline shows one text, this batch has {rows}: pass one prompt at a time")
         self.clock = Clock(parts.target.device, parts.drafter.device)
-        self.stats = parts.books.stats
+        self.stats = parts.accounting.stats
         return parts._replace(
-            target=cast(Target, WatchedTarget(parts.target, self)),
-            drafter=cast(Drafter, WatchedDrafter(parts.drafter, self)),
-            books=cast(Books, WatchedBooks(parts.books, self)),
+            target=cast(Target, ObservedTarget(parts.target, self)),
+            drafter=cast(Drafter, ObservedDrafter(parts.drafter, self)),
+            accounting=cast(Accounting, ObservedAccounting(parts.accounting, self)),
         )
 
     @contextmanager
@@ -61,18 +61,18 @@ class Watch:
         end = self.clock.now()
         count = self.stats.draft_forwards - before if forwards is None else forwards
         self.notes.append(
-            {"lane": lane, "name": name, "round": self.line.round, "begin": begin, "end": end, "rows": rows,
+            {"lane": lane, "name": name, "round": self.pending.round, "begin": begin, "end": end, "rows": rows,
              "forwards": count}
         )  # fmt: skip
 
-    def conclude(self, report: Report, outcome: Outcome) -> None:
+    def conclude(self, verify_result: VerifyResult, row_result: RowResult) -> None:
         """A round is over."""
-        this = self.line.round
-        self.line.settle(report, outcome)
+        this = self.pending.round
+        self.pending.settle(verify_result, row_result)
         self.verdict_moments.append(self.clock.now())
         for note in self.notes:
-            if note["round"] == this and note["lane"] == TARGET and outcome.complete:
-                note["gives"] = len(self.line.committed) - 1
+            if note["round"] == this and note["lane"] == TARGET and row_result.complete:
+                note["gives"] = len(self.pending.committed) - 1
 
     def blocks(self) -> list[Block]:
         """All work, by the time it began."""
@@ -85,47 +85,47 @@ class Watch:
         return [self.clock.seconds(moment) for moment in self.verdict_moments]
 
 
-class Watched:
+class Observed:
     """A part of the loop, as it is, but for the methods that a subclass notes."""
 
-    def __init__(self, part: Any, watch: Watch) -> None:
-        self.part, self.watch = part, watch
+    def __init__(self, part: Any, observer: TimelineObserver) -> None:
+        self.part, self.observer = part, observer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.part, name)
 
 
-class WatchedTarget(Watched):
+class ObservedTarget(Observed):
     """Notes the target's passes."""
 
     def prefill(self) -> Step:
-        with self.watch.working(TARGET, PROMPT, self.part.device, forwards=1):
+        with self.observer.working(TARGET, PROMPT, self.part.device, forwards=1):
             return cast(Step, self.part.prefill())
 
-    def verify(self, chain: Chain) -> Step:
-        verified = self.watch.line.line[: int(chain.length[0])]
-        with self.watch.working(TARGET, "verify", self.part.device, forwards=1) as rows:
+    def verify(self, draft_tokens: DraftTokens) -> Step:
+        verified = self.observer.pending.pending[: int(draft_tokens.length[0])]
+        with self.observer.working(TARGET, "verify", self.part.device, forwards=1) as rows:
             rows.append(verified)
-            return cast(Step, self.part.verify(chain))
+            return cast(Step, self.part.verify(draft_tokens))
 
 
-class WatchedDrafter(Watched):
+class ObservedDrafter(Observed):
     """Notes the draft's stages, and the tokens that each put down."""
 
     part: Drafter | NoDrafter
 
     def prefill(self, length: int) -> None:
-        with self.watch.working(DRAFT, PROMPT, self.part.device):
+        with self.observer.working(DRAFT, PROMPT, self.part.device):
             self.part.prefill(length)
 
-    def draft(self, feedback: Feedback, reached: int) -> Chain:
-        with self.watch.working(DRAFT, "draft", self.part.device) as rows:
-            chain = self.part.draft(feedback, reached)
+    def draft(self, feedback: Feedback, reached: int) -> DraftTokens:
+        with self.observer.working(DRAFT, "draft", self.part.device) as rows:
+            draft_tokens = self.part.draft(feedback, reached)
         rows += [new for new in [self._new_on_line(DRAFT)] if new]
-        return chain
+        return draft_tokens
 
     def branch(self, reached: int) -> Branches:
-        with self.watch.working(BRANCHES, "draft ahead", self.part.device) as rows:
+        with self.observer.working(BRANCHES, "draft ahead", self.part.device) as rows:
             branches = self.part.branch(reached)
         rows += [new for new in [self._new_on_line(BRANCHES)] if new]
         rows += self._siblings(branches)
@@ -134,28 +134,28 @@ class WatchedDrafter(Watched):
     def _new_on_line(self, lane: str) -> list[int]:
         if isinstance(self.part, NoDrafter):
             return []
-        line = self.part.line
-        start, end = int(line.start[0]), int(line.end[0])
-        columns = torch.arange(start, end, device=line.device)
-        confidences = line.confidence[0, columns % line.ring].tolist()
-        return self.watch.line.extend(line.ids[0, start:end].tolist(), confidences, lane)
+        pending = self.part.pending
+        start, end = int(pending.start[0]), int(pending.end[0])
+        columns = torch.arange(start, end, device=pending.device)
+        confidences = pending.confidence[0, columns % pending.ring].tolist()
+        return self.observer.pending.extend(pending.ids[0, start:end].tolist(), confidences, lane)
 
     def _siblings(self, branches: Branches) -> list[list[int]]:
         """The tokens of every branch beside the main one, a row each."""
         if isinstance(self.part, NoDrafter):
             return []
-        siblings, ours = self.part.siblings, self.watch.line
+        side_branches, ours = self.part.side_branches, self.observer.pending
         at = branches.at[0].tolist()
         for branch in (index for index in range(1, len(at)) if at[index] != NONE):
-            tokens = siblings.tokens[0, branch - 1].tolist()
-            confidences = [None, *siblings.confidence[0, branch - 1].tolist()]
-            ours.siblings[branch] = ours.put_down(tokens, confidences, BRANCHES, branch)
-        return list(ours.siblings.values())
+            tokens = side_branches.tokens[0, branch - 1].tolist()
+            confidences = [None, *side_branches.confidence[0, branch - 1].tolist()]
+            ours.side_branches[branch] = ours.put_down(tokens, confidences, BRANCHES, branch)
+        return list(ours.side_branches.values())
 
 
-class WatchedBooks(Watched):
+class ObservedAccounting(Observed):
     """Notes the verdicts."""
 
-    def note(self, reports: list[Report], outcomes: list[Outcome]) -> None:
-        self.part.note(reports, outcomes)
-        self.watch.conclude(reports[0], outcomes[0])
+    def note(self, results: list[VerifyResult], rejection_branches: list[RowResult]) -> None:
+        self.part.note(results, rejection_branches)
+        self.observer.conclude(results[0], rejection_branches[0])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..config import SpecBranchConfig
-from .observer import Watch
+from .observer import TimelineObserver
 from .recording import Recording
 
 
@@ -32,16 +32,18 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
         >>> len(recording.committed)
         8
     """
-    watch = Watch()
+    observer = TimelineObserver()
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if "stop_strings" in arguments:
         arguments["tokenizer"] = tokenizer
-    arguments |= {"return_dict_in_generate": True, "speculation_observer": watch}
+    arguments |= {"return_dict_in_generate": True, "speculation_observer": observer}
     stats = model.generate(**inputs, **arguments).stats
-    line = watch.line
-    tokens = {each.token for each in line.drafted} | {each.token for each in line.committed}
+    pending = observer.pending
+    tokens = {each.token for each in pending.drafted} | {each.token for each in pending.committed}
     texts = token_texts(tokenizer, tokens, anchor=int(inputs["input_ids"][0, -1]))
-    return Recording(stats.policy, prompt, line.drafted, line.committed, watch.blocks(), watch.verdicts(), stats, texts)
+    return Recording(
+        stats.policy, prompt, pending.drafted, pending.committed, observer.blocks(), observer.verdicts(), stats, texts
+    )
 
 
 def as_if_captured(config: SpecBranchConfig, device: torch.device, cheap: bool = True) -> SpecBranchConfig:

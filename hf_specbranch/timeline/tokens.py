@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from ..decoding.acceptance import NONE
-from ..decoding.state import Outcome, Report
+from ..decoding.state import RowResult, VerifyResult
 from .recording import ACCEPTED, LOST, ROLLED_BACK, CommittedToken, DraftedToken
 
 
-class DraftedLine:
+class TokenLog:
     """The drafted tokens of one row by identity, where `decoding.ledger` counts them."""
 
     def __init__(self) -> None:
         self.drafted: list[DraftedToken] = []
         self.committed: list[CommittedToken] = []
-        self.line: list[int] = []  # drafted tokens that stand behind the text, by index
-        self.siblings: dict[int, list[int]] = {}  # branch -> its tokens
+        self.pending: list[int] = []  # drafted tokens that stand behind the text, by index
+        self.side_branches: dict[int, list[int]] = {}  # branch -> its tokens
         self.round = 0
 
     def put_down(self, tokens: list[int], confidences: list[float | None], lane: str, branch: int = 0) -> list[int]:
@@ -27,36 +27,40 @@ class DraftedLine:
 
     def extend(self, tokens: list[int], confidences: list[float | None], lane: str) -> list[int]:
         """What stands on the line now, all of it; returns what is new."""
-        known = len(self.line)
+        known = len(self.pending)
         new = self.put_down(tokens[known:], confidences[known:], lane)
-        self.line += new
+        self.pending += new
         return new
 
-    def settle(self, report: Report, outcome: Outcome) -> None:
+    def settle(self, verify_result: VerifyResult, row_result: RowResult) -> None:
         """Decide about everything this verdict decides about; the rules are those of `decoding.ledger`."""
-        line, chain, main = self.line, self.line[: report.chain], self.line[report.chain :]
-        losers = [index for tokens in self.siblings.values() for index in tokens]
-        cut = outcome.finished and outcome.committed <= len(chain)
-        if outcome.complete and outcome.survivor == NONE:
-            stands, falls, left = chain[: outcome.accepted], chain[outcome.accepted :], list[int]()
-        elif outcome.complete and outcome.survivor > 0:
-            first, *left = self.siblings[outcome.survivor]
-            stands, falls = [*chain[: outcome.accepted], first], chain[outcome.accepted :]
+        pending, draft_tokens, main = (
+            self.pending,
+            self.pending[: verify_result.draft_tokens],
+            self.pending[verify_result.draft_tokens :],
+        )
+        losers = [index for tokens in self.side_branches.values() for index in tokens]
+        cut = row_result.finished and row_result.committed <= len(draft_tokens)
+        if row_result.complete and row_result.survivor == NONE:
+            stands, falls, left = draft_tokens[: row_result.accepted], draft_tokens[row_result.accepted :], list[int]()
+        elif row_result.complete and row_result.survivor > 0:
+            first, *left = self.side_branches[row_result.survivor]
+            stands, falls = [*draft_tokens[: row_result.accepted], first], draft_tokens[row_result.accepted :]
             losers = [index for index in losers if index not in (first, *left)]
         elif cut:
-            stands, falls, left = chain[: outcome.committed], chain[outcome.committed :], []
+            stands, falls, left = draft_tokens[: row_result.committed], draft_tokens[row_result.committed :], []
         else:  # what is behind the text lives on, the main branch with it
-            stands, falls, left, main = line[: outcome.committed], [], line[outcome.committed :], []
+            stands, falls, left, main = pending[: row_result.committed], [], pending[row_result.committed :], []
         self._end(stands, ACCEPTED)
         self._end(falls, ROLLED_BACK)
-        self._end(main, LOST if report.branches else ROLLED_BACK)
+        self._end(main, LOST if verify_result.branches else ROLLED_BACK)
         self._end(losers, LOST)
-        if outcome.finished:
+        if row_result.finished:
             self._end(left, ROLLED_BACK)
             left = []
-        self.line, self.siblings = left, {}
+        self.pending, self.side_branches = left, {}
         sources = [*stands, None]
-        for token, source in zip(report.offered[: outcome.committed], sources):
+        for token, source in zip(verify_result.offered[: row_result.committed], sources):
             self.committed.append(CommittedToken(token, self.round, source))
         self.round += 1
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, tl, varying
-from .memory import LineMemory, SiblingMemory, Tips, warps
+from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, warps
 
 
 def advance(
     logits: Tensor,
-    line: LineMemory,
-    tips: Tips,
+    pending: PendingBuffers,
+    inputs: ForwardInputs,
     positions: Tensor,
     flag: Tensor,
     bound: Tensor,
@@ -23,7 +23,7 @@ def advance(
     further: int = 0,
     epsilon: float = 0.0,
     sticky: bool = False,
-    siblings: SiblingMemory | None = None,
+    side_branches: SideBranchBuffers | None = None,
     step: int = 0,
     noise: Tensor | None = None,
 ) -> None:
@@ -44,30 +44,30 @@ def advance(
         step: which step of theirs this is.
         noise: [B, Q, V'] of exponential random numbers, with which tokens are drawn; None takes the likeliest.
     """
-    others = 0 if siblings is None else siblings.most
-    nobody = (line.next, line.next, line.next, line.confidence, line.scores, line.next)
-    depth = siblings.depth if siblings is not None else 1
-    _advance_kernel[(line.rows, 1 + others)](
-        logits, line.confidence if noise is None else noise, line.ids, *line[2:], count, flag, bound,
-        *(siblings or nobody), *tips, positions,
+    others = 0 if side_branches is None else side_branches.most
+    nobody = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
+    depth = side_branches.depth if side_branches is not None else 1
+    _advance_kernel[(pending.rows, 1 + others)](
+        logits, pending.confidence if noise is None else noise, pending.ids, *pending[2:], count, flag, bound,
+        *(side_branches or nobody), *inputs, positions,
         further, epsilon, step, logits.stride(0), logits.stride(1),
-        min(logits.shape[2], line.vocabulary), line.vocabulary, line.ids.stride(0), line.ring, others, depth,
-        positions.stride(0), tips.tokens.stride(0), tips.visible.stride(0), tips.visible.stride(1), logits.shape[1],
-        STICKY=sticky, DRAWS=noise is not None, BLOCK=line.block, num_warps=warps(line.block),
+        min(logits.shape[2], pending.vocabulary), pending.vocabulary, pending.ids.stride(0), pending.ring, others,
+        depth, positions.stride(0), inputs.tokens.stride(0), inputs.visible.stride(0), inputs.visible.stride(1),
+        logits.shape[1], STICKY=sticky, DRAWS=noise is not None, BLOCK=pending.block, num_warps=warps(pending.block),
     )  # fmt: skip
 
 
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
-         "depth", "positions_stride", "tips_stride", "visible_row", "visible_query", "queries")  # fmt: skip
+         "depth", "positions_stride", "inputs_stride", "visible_row", "visible_query", "queries")  # fmt: skip
 def _advance_kernel(
     logits: Value, noise: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value,
     scores: Value, count: Value, flag: Value, bound: Value,
-    point: Value, forks: Value, sibling_tokens: Value, sibling_confidence: Value, sibling_scores: Value,
-    sibling_slots: Value,
-    tip_tokens: Value, tip_slots: Value, tip_positions: Value, visible: Value, positions: Value,
+    point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
+    side_slots: Value,
+    input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value, positions: Value,
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
-    tips_stride: Value, visible_row: Value, visible_query: Value, queries: Value,
+    inputs_stride: Value, visible_row: Value, visible_query: Value, queries: Value,
     STICKY: constexpr, DRAWS: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -119,18 +119,18 @@ def _advance_kernel(
         more = column >= 0
     else:
         entry = (row * most + branch - 1) * depth + step
-        tl.store(sibling_confidence + entry, sure)
-        out = sibling_scores + entry * vocabulary
+        tl.store(side_confidence + entry, sure)
+        out = side_scores + entry * vocabulary
         token = best.to(tl.int64)
-        tl.store(sibling_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)
+        tl.store(side_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)
         column = tl.load(forks + row * most + branch - 1) + step + 1
         more = step + 1 < depth
-        slot = tl.load(point + row) + tl.load(sibling_slots + (branch - 1) * depth + step + 1, mask=more, other=0)
+        slot = tl.load(point + row) + tl.load(side_slots + (branch - 1) * depth + step + 1, mask=more, other=0)
 
-    place = row * tips_stride + branch
-    tl.store(tip_tokens + place, token)
-    tl.store(tip_slots + place, slot, mask=more)
-    tl.store(tip_positions + place, tl.load(positions + row * positions_stride + column))
+    place = row * inputs_stride + branch
+    tl.store(input_tokens + place, token)
+    tl.store(input_slots + place, slot, mask=more)
+    tl.store(input_positions + place, tl.load(positions + row * positions_stride + column))
     tl.store(visible + row * visible_row + branch * visible_query + slot, more, mask=more)
 
     for first in range(0, vocabulary, BLOCK):

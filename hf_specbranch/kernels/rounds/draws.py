@@ -2,7 +2,7 @@
 
 A drafted token `x ~ q` is the choice with probability `min(1, p(x) / q(x))`; else the choice is drawn from the residual
 `norm(max(0, p - q))`, which never is `x`. Where nothing was drawn it comes from `p`. Draws at different positions are
-independent, so following the chain for as long as it is what was chosen (`judge_choices`) is `judge_samples`.
+independent, so following the chain for as long as it is what was chosen (`accept_choices`) is `accept_samples`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def drawn_choices(scores: Tensor, noise: Tensor, drawn: Drawn | None) -> Tensor:
 
 @varying("scores_row", "scores_query", "queries", "vocabulary", "count", "chain_row", "branch_row")
 def _draws_kernel(
-    scores: Value, noise: Value, choices: Value, tokens: Value, lengths: Value, chain_scores: Value, branches: Value,
+    scores: Value, noise: Value, choices: Value, tokens: Value, lengths: Value, sent_scores: Value, branches: Value,
     at: Value, branch_scores: Value, scores_row: Value, scores_query: Value, queries: Value, vocabulary: Value,
     count: Value, chain_row: Value, branch_row: Value, DRAWN: constexpr, BRANCH: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
@@ -76,11 +76,11 @@ def _draws_kernel(
     tested = row < 0
     stands = row < 0
     token = row * 0
-    q = chain_scores
+    q = sent_scores
     if DRAWN:
         length = tl.load(lengths + row)
         tested = query < length
-        q = chain_scores + (row * count + tl.minimum(query, count - 1)) * vocabulary
+        q = sent_scores + (row * count + tl.minimum(query, count - 1)) * vocabulary
         token = tl.load(tokens + row * chain_row + tl.minimum(query, count - 1))
         if BRANCH:
             if query == length:

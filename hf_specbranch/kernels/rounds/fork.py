@@ -6,15 +6,15 @@ from torch import Tensor
 
 from ..backend import Value, constexpr, tl, varying
 from .likeliest import next_likeliest
-from .memory import LineMemory, warps
+from .memory import PendingBuffers, warps
 
 
 def fork(
-    line: LineMemory,
+    pending: PendingBuffers,
     point: Tensor,
-    chain_length: Tensor,
+    sent_length: Tensor,
     ahead: Tensor,
-    foreseen: tuple[Tensor, Tensor],
+    rejections: tuple[Tensor, Tensor],
     tokens: Tensor,
     at: Tensor,
     width: Tensor,
@@ -39,20 +39,20 @@ def fork(
         depth: tokens behind the first.
         widest: `max(1, floor(widest * (1 - confidence)))` are opened; 0 opens one.
     """
-    block = line.block
-    _fork_kernel[(line.rows,)](
-        line.ids, line.confidence, line.scores, point, chain_length, ahead, *foreseen, tokens, at, width, count,
-        line.vocabulary, line.ids.stride(0), line.ring, branches, tokens.shape[1] - branches, foreseen[0].stride(0),
-        depth, widest, BLOCK=block, num_warps=warps(block),
+    block = pending.block
+    _fork_kernel[(pending.rows,)](
+        pending.ids, pending.confidence, pending.scores, point, sent_length, ahead, *rejections, tokens, at, width,
+        count, pending.vocabulary, pending.ids.stride(0), pending.ring, branches, tokens.shape[1] - branches,
+        rejections[0].stride(0), depth, widest, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
 
 
 @varying("vocabulary", "ids_stride", "ring", "branches", "outcomes", "foreseen_stride", "depth", "widest")
 def _fork_kernel(
-    ids: Value, confidence: Value, scores: Value, point: Value, chain_length: Value, ahead: Value,
+    ids: Value, confidence: Value, scores: Value, point: Value, sent_length: Value, ahead: Value,
     foreseen_tokens: Value, foreseen_at: Value, tokens: Value, at: Value, width: Value, count: Value,
-    vocabulary: Value, ids_stride: Value, ring: Value, branches: Value, outcomes: Value, foreseen_stride: Value,
-    depth: Value, widest: Value, BLOCK: constexpr,
+    vocabulary: Value, ids_stride: Value, ring: Value, branches: Value, rejection_branches: Value,
+    foreseen_stride: Value, depth: Value, widest: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(point + row)
@@ -61,9 +61,9 @@ def _fork_kernel(
     wide = tl.floor(widest * (1.0 - tl.load(confidence + entry))).to(tl.int64)
     wide = tl.where(opens, tl.minimum(tl.maximum(wide, 1), branches), 0)
     tl.store(width + row, wide)
-    tokens += row * (branches + outcomes)
-    at += row * (branches + outcomes)
-    length = tl.load(chain_length + row)
+    tokens += row * (branches + rejection_branches)
+    at += row * (branches + rejection_branches)
+    length = tl.load(sent_length + row)
     own = tl.load(ids + row * ids_stride + column)
     tl.store(tokens, own)
     tl.store(at, tl.where(wide > 0, length, -1))
@@ -74,7 +74,7 @@ def _fork_kernel(
         value, index = next_likeliest(scores + entry * vocabulary, vocabulary, own, value, index, BLOCK)
         tl.store(tokens + k, index.to(tl.int64))
         tl.store(at + k, tl.where(k < wide, length, -1))
-    for k in range(0, outcomes):
+    for k in range(0, rejection_branches):
         where = tl.load(foreseen_at + row * foreseen_stride + k)
         where = tl.where(opens, where, -1)
         tl.store(tokens + branches + k, tl.load(foreseen_tokens + row * foreseen_stride + k))

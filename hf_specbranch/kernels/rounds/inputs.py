@@ -5,38 +5,38 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import LineMemory, SiblingMemory, Tips
+from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers
 
 MOST = 4096  # slots looked at, at a time
 
 
-def _block(tips: Tips) -> int:
-    return min(MOST, power_of_two(tips.visible.shape[2]))
+def _block(inputs: ForwardInputs) -> int:
+    return min(MOST, power_of_two(inputs.visible.shape[2]))
 
 
-def read_on(line: LineMemory, positions: Tensor, seen: Tensor, tips: Tips) -> None:
+def pending_inputs(pending: PendingBuffers, positions: Tensor, seen: Tensor, inputs: ForwardInputs) -> None:
     """The last tokens of each row's line, as many as there are tips.
 
     Args:
         positions: [B, C] by column.
         seen: [B, C] bool: False where the prompt is padded.
     """
-    rows, queries, shown = tips.visible.shape
+    rows, queries, shown = inputs.visible.shape
     _read_on_kernel[(rows, queries)](
-        line.ids, line.end, positions, seen, *tips, queries, shown, line.ids.stride(0), seen.stride(0),
-        BLOCK=_block(tips), num_warps=4,
+        pending.ids, pending.end, positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0),
+        BLOCK=_block(inputs), num_warps=4,
     )  # fmt: skip
 
 
 def open_branches(
-    line: LineMemory,
-    siblings: SiblingMemory,
+    pending: PendingBuffers,
+    side_branches: SideBranchBuffers,
     point: Tensor,
     tokens: Tensor,
     at: Tensor,
     positions: Tensor,
     seen: Tensor,
-    tips: Tips,
+    inputs: ForwardInputs,
 ) -> None:
     """The last token of the main branch, then the first of each sibling; siblings take their places.
 
@@ -45,30 +45,31 @@ def open_branches(
         tokens: [B, 1 + W] first tokens, the main branch's first.
         at: [B, 1 + W] the chain position of each; NONE: it is not open, and counts from the branch point.
     """
-    rows, queries, shown = tips.visible.shape
+    rows, queries, shown = inputs.visible.shape
     _open_kernel[(rows, queries)](
-        line.ids, line.start, line.end, point, tokens, at, siblings.point, siblings.forks, siblings.tokens,
-        siblings.slots, positions, seen, *tips, queries, shown, line.ids.stride(0), seen.stride(0), tokens.stride(0),
-        siblings.depth, BLOCK=_block(tips), num_warps=4,
+        pending.ids, pending.start, pending.end, point, tokens, at, side_branches.point, side_branches.forks,
+        side_branches.tokens,
+        side_branches.slots, positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0),
+        tokens.stride(0), side_branches.depth, BLOCK=_block(inputs), num_warps=4,
     )  # fmt: skip
 
 
-def with_chain(
+def verify_inputs(
     ids: Tensor,
-    told: Tensor,
-    chain: Tensor,
+    round_result: Tensor,
+    draft_tokens: Tensor,
     leaves: tuple[Tensor, Tensor] | None,
     first_position: Tensor,
     last: Tensor,
     seen: Tensor,
     base: int,
-    tips: Tips,
+    inputs: ForwardInputs,
 ) -> None:
     """What the target reads: the last token and the chain; with runners-up also the token before, and these.
 
     Args:
         ids: [B, C] the text.
-        told: [7, B]; see `Text.told`.
+        told: [7, B]; see `Text.round_result`.
         chain: [B, N].
         leaves: runners-up [B, W] and their chain positions, or None.
         first_position: [B, 1] the position of slot 0.
@@ -76,26 +77,27 @@ def with_chain(
         seen: [B, slots] bool.
         base: slots before the text.
     """
-    rows, queries, shown = tips.visible.shape
-    tokens, at = leaves or (chain, chain)
+    rows, queries, shown = inputs.visible.shape
+    tokens, at = leaves or (draft_tokens, draft_tokens)
     _with_chain_kernel[(rows, queries)](
-        ids, told, chain, tokens, at, first_position, last, seen, *tips, queries, shown, ids.stride(0),
-        told.stride(0), chain.shape[1], chain.stride(0), tokens.stride(0), seen.stride(0), base,
-        LEAVES=leaves is not None, BLOCK=_block(tips), num_warps=4,
+        ids, round_result, draft_tokens, tokens, at, first_position, last, seen, *inputs, queries, shown, ids.stride(0),
+        round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0), seen.stride(0), base,
+        LEAVES=leaves is not None, BLOCK=_block(inputs), num_warps=4,
     )  # fmt: skip
 
 
 @varying("queries", "shown", "ids_stride", "seen_stride")
 def _read_on_kernel(
-    ids: Value, end: Value, positions: Value, seen: Value, tip_tokens: Value, tip_slots: Value, tip_positions: Value,
+    ids: Value, end: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
+    input_positions: Value,
     visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.maximum(tl.load(end + row) - queries + query, 0)
     place = row * queries + query
-    tl.store(tip_tokens + place, tl.load(ids + row * ids_stride + column))
-    tl.store(tip_slots + place, column)
-    tl.store(tip_positions + place, tl.load(positions + row * seen_stride + column))
+    tl.store(input_tokens + place, tl.load(ids + row * ids_stride + column))
+    tl.store(input_slots + place, column)
+    tl.store(input_positions + place, tl.load(positions + row * seen_stride + column))
     for first in range(0, shown, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         real = tl.load(seen + row * seen_stride + slot, mask=slot < shown, other=0).to(tl.int1)
@@ -105,8 +107,8 @@ def _read_on_kernel(
 @varying("queries", "shown", "ids_stride", "seen_stride", "tokens_stride", "depth")
 def _open_kernel(
     ids: Value, start: Value, end: Value, point: Value, tokens: Value, at: Value, sibling_point: Value, forks: Value,
-    sibling_tokens: Value, sibling_slots: Value, positions: Value, seen: Value, tip_tokens: Value, tip_slots: Value,
-    tip_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
+    side_tokens: Value, side_slots: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
+    input_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
     tokens_stride: Value, depth: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -120,40 +122,41 @@ def _open_kernel(
     else:
         where = tl.load(at + row * tokens_stride + query)
         column = tl.where(where < 0, branching, tl.load(start + row) + where)
-        slot = branching + tl.load(sibling_slots + (query - 1) * depth)
+        slot = branching + tl.load(side_slots + (query - 1) * depth)
         token = tl.load(tokens + row * tokens_stride + query)
         sibling = row * (queries - 1) + query - 1
         tl.store(forks + sibling, column)
-        tl.store(sibling_tokens + sibling * (depth + 1), token)
-    tl.store(tip_tokens + place, token)
-    tl.store(tip_slots + place, slot)
-    tl.store(tip_positions + place, tl.load(positions + row * seen_stride + column))
+        tl.store(side_tokens + sibling * (depth + 1), token)
+    tl.store(input_tokens + place, token)
+    tl.store(input_slots + place, slot)
+    tl.store(input_positions + place, tl.load(positions + row * seen_stride + column))
     for first in range(0, shown, BLOCK):
         other = first + tl.arange(0, BLOCK)
         real = tl.load(seen + row * seen_stride + other, mask=other < shown, other=0).to(tl.int1)
         tl.store(visible + place * shown + other, (real & (other < column)) | (other == slot), mask=other < shown)
 
 
-@varying("queries", "shown", "ids_stride", "told_stride", "length", "chain_stride", "leaves_stride", "seen_stride",
+@varying("queries", "shown", "ids_stride", "result_stride", "length", "chain_stride", "leaves_stride", "seen_stride",
          "base")  # fmt: skip
 def _with_chain_kernel(
-    ids: Value, told: Value, chain: Value, leaf_tokens: Value, leaf_at: Value, first_position: Value, last: Value,
-    seen: Value, tip_tokens: Value, tip_slots: Value, tip_positions: Value, visible: Value, queries: Value,
-    shown: Value, ids_stride: Value, told_stride: Value, length: Value, chain_stride: Value, leaves_stride: Value,
+    ids: Value, round_result: Value, draft_tokens: Value, leaf_tokens: Value, leaf_at: Value, first_position: Value,
+    last: Value,
+    seen: Value, input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value, queries: Value,
+    shown: Value, ids_stride: Value, result_stride: Value, length: Value, chain_stride: Value, leaves_stride: Value,
     seen_stride: Value, base: Value, LEAVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
-    final = tl.load(told + 6 * told_stride + row) - 1  # the column of the last token
+    final = tl.load(round_result + 6 * result_stride + row) - 1  # the column of the last token
     ids += row * ids_stride
     if LEAVES:
         nth = query - 1  # from the last token on
     else:
         nth = query
-    skipped = (tl.load(told + 4 * told_stride + row) >= 0).to(tl.int64)
+    skipped = (tl.load(round_result + 4 * result_stride + row) >= 0).to(tl.int64)
     column = final + tl.where(nth < 0, -skipped, nth)
     token = tl.load(ids + column, mask=nth <= 0, other=0)
-    drafted = tl.load(chain + row * chain_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)
+    drafted = tl.load(draft_tokens + row * chain_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)
     token = tl.where(nth <= 0, token, drafted)
     slot = column + base
     stands = slot
@@ -164,10 +167,10 @@ def _with_chain_kernel(
             token = tl.load(leaf_tokens + leaf)
             stands = final + base + 1 + tl.maximum(tl.load(leaf_at + leaf), 0)
             reaches = stands - 1
-    tl.store(tip_tokens + place, token)
-    tl.store(tip_slots + place, slot)
+    tl.store(input_tokens + place, token)
+    tl.store(input_slots + place, slot)
     position = tl.minimum(stands, tl.load(last)) + tl.load(first_position + row)
-    tl.store(tip_positions + place, tl.maximum(position, 0))
+    tl.store(input_positions + place, tl.maximum(position, 0))
     for first in range(0, shown, BLOCK):
         other = first + tl.arange(0, BLOCK)
         real = tl.load(seen + row * seen_stride + other, mask=other < shown, other=0).to(tl.int1)

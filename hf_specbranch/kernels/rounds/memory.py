@@ -11,8 +11,8 @@ from ..backend import power_of_two
 LARGEST_BLOCK = 8192  # of a vocabulary, at a time
 
 
-class LineMemory(NamedTuple):
-    """A `Line`: drafted tokens behind the text, and rings of what the draft knew about each."""
+class PendingBuffers(NamedTuple):
+    """A `PendingDraft`: drafted tokens behind the text, and rings of what the draft knew about each."""
 
     ids: Tensor  # [B, C + 1]; the last column is read by nobody
     start: Tensor  # [B]
@@ -40,8 +40,8 @@ class LineMemory(NamedTuple):
         return min(LARGEST_BLOCK, power_of_two(self.vocabulary))
 
 
-class SiblingMemory(NamedTuple):
-    """`Siblings`: W branches beside the main one, `depth` tokens behind their first."""
+class SideBranchBuffers(NamedTuple):
+    """`SideBranches`: W branches beside the main one, `depth` tokens behind their first."""
 
     point: Tensor  # [B, 1]
     forks: Tensor  # [B, W]
@@ -59,7 +59,7 @@ class SiblingMemory(NamedTuple):
         return self.confidence.shape[2]
 
 
-class Tips(NamedTuple):
+class ForwardInputs(NamedTuple):
     """What a forward reads."""
 
     tokens: Tensor  # [B, Q]

@@ -1,4 +1,4 @@
-"""The verdicts that are likely to end a chain early: `Foresight.look` in two kernels."""
+"""The verdicts that are likely to end a chain early: `LikelyRejections.look` in two kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
 from .likeliest import next_likeliest
-from .memory import FEW, LineMemory, warps
+from .memory import FEW, PendingBuffers, warps
 
 
-def foresee(
-    line: LineMemory, chain_length: Tensor, chances: Tensor, others: Tensor, tokens: Tensor, at: Tensor
+def find_likely_rejections(
+    pending: PendingBuffers, sent_length: Tensor, chances: Tensor, others: Tensor, tokens: Tensor, at: Tensor
 ) -> None:
     """Find the likeliest pairs of a chain position and a token other than the chain's.
 
@@ -23,14 +23,14 @@ def foresee(
         at: [B, count] their positions, NONE where there are no more.
     """
     rows, positions, alternatives = others.shape
-    block = line.block
+    block = pending.block
     _others_kernel[(rows, positions)](
-        line.scores, line.ids, line.start, chances, others, line.vocabulary, line.ids.stride(0), line.ring, positions,
-        alternatives, BLOCK=block, num_warps=warps(block),
+        pending.scores, pending.ids, pending.start, chances, others, pending.vocabulary, pending.ids.stride(0),
+        pending.ring, positions, alternatives, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     size = power_of_two(positions * alternatives, FEW)
     _best_kernel[(rows,)](
-        chances, others, chain_length, tokens, at, positions, alternatives, tokens.shape[1], BLOCK=size,
+        chances, others, sent_length, tokens, at, positions, alternatives, tokens.shape[1], BLOCK=size,
         num_warps=max(1, size // 64),
     )  # fmt: skip
 
@@ -57,14 +57,14 @@ def _others_kernel(
 
 @varying("positions", "alternatives", "count")
 def _best_kernel(
-    chances: Value, others: Value, chain_length: Value, tokens: Value, at: Value, positions: Value,
+    chances: Value, others: Value, sent_length: Value, tokens: Value, at: Value, positions: Value,
     alternatives: Value, count: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     place = pair // alternatives
     chances += row * positions * (alternatives + 1)
-    inside = (place < positions) & (place < tl.load(chain_length + row))
+    inside = (place < positions) & (place < tl.load(sent_length + row))
     chance = tl.load(chances + place * (alternatives + 1) + pair % alternatives, mask=inside, other=0.0)
     for before in range(0, positions):
         stands = tl.load(chances + before * (alternatives + 1) + alternatives)

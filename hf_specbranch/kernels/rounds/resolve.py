@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Value, constexpr, jit, power_of_two, tl, varying
-from .memory import FEW, LineMemory, SiblingMemory, warps
+from .memory import FEW, PendingBuffers, SideBranchBuffers, warps
 
 
-class Afterwards(NamedTuple):
+class AfterRound(NamedTuple):
     """What a drafter wants to know about each row once it has followed a verdict, [B] each."""
 
     survived: Tensor  # bool: the line outlived it
@@ -21,20 +21,20 @@ class Afterwards(NamedTuple):
     drafted: Tensor  # tokens drafted in this round: none yet
 
 
-def follow(
-    told: Tensor,
-    line: LineMemory,
-    siblings: SiblingMemory,
+def resolve_pending(
+    round_result: Tensor,
+    pending: PendingBuffers,
+    side_branches: SideBranchBuffers,
     slot_positions: Tensor,
     limit: Tensor,
     depth: int,
     moves: bool,
-    after: Afterwards,
+    after: AfterRound,
 ) -> None:
     """Take note of a verdict.
 
     Args:
-        told: [7, B]; see `Feedback.told`.
+        told: [7, B]; see `Feedback.round_result`.
         line: becomes what is left of it.
         siblings: one of them may become the line: its tokens and confidences move.
         slot_positions: [B, slots] the position of what each slot holds.
@@ -43,76 +43,83 @@ def follow(
         moves: some row goes on with a sibling.
         after: what there is to know afterwards.
     """
-    _follow_kernel[(line.rows,)](
-        told, *line[:4], line.confidence, *siblings[:4], siblings.slots, slot_positions, limit, *after,
-        told.stride(0), line.ids.stride(0), line.ring, siblings.most, depth, slot_positions.stride(0),
-        MOVES=moves, BLOCK=power_of_two(depth + 1, FEW), num_warps=1,
+    _resolve_kernel[(pending.rows,)](
+        round_result, *pending[:4], pending.confidence, *side_branches[:4], side_branches.slots, slot_positions,
+        limit, *after, round_result.stride(0), pending.ids.stride(0), pending.ring, side_branches.most, depth,
+        slot_positions.stride(0), MOVES=moves, BLOCK=power_of_two(depth + 1, FEW), num_warps=1,
     )  # fmt: skip
 
 
-def adopt(told: Tensor, line: LineMemory, siblings: SiblingMemory, layers: list[tuple[Tensor, Tensor]]) -> None:
+def adopt(
+    round_result: Tensor, pending: PendingBuffers, side_branches: SideBranchBuffers, layers: list[tuple[Tensor, Tensor]]
+) -> None:
     """Move a surviving sibling's distributions, and its keys and values, to where the line's belong.
 
     Args:
         layers: keys and values [B, heads, slots, size] of each layer of the draft.
     """
-    depth, block = siblings.depth, line.block
-    _adopt_kernel[(line.rows, depth)](
-        told, siblings.forks, siblings.scores, line.scores, told.stride(0), line.ring, siblings.most, depth,
-        line.vocabulary, BLOCK=block, num_warps=warps(block),
+    depth, block = side_branches.depth, pending.block
+    _adopt_kernel[(pending.rows, depth)](
+        round_result, side_branches.forks, side_branches.scores, pending.scores, round_result.stride(0), pending.ring,
+        side_branches.most, depth, pending.vocabulary, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     for keys, values in layers:
         heads, size = keys.shape[1], keys.shape[3]
-        _move_kernel[(line.rows, depth, heads)](
-            told, siblings.forks, siblings.point, siblings.slots, keys, values, told.stride(0), siblings.most, depth,
+        _move_kernel[(pending.rows, depth, heads)](
+            round_result, side_branches.forks, side_branches.point, side_branches.slots, keys, values,
+            round_result.stride(0), side_branches.most, depth,
             size, *keys.stride()[:3], *values.stride()[:3], BLOCK=power_of_two(size), num_warps=1,
         )  # fmt: skip
 
 
 @jit
-def _winner(told: Value, row: Value, stride: Value) -> Value:
+def _winner(round_result: Value, row: Value, stride: Value) -> Value:
     """Which sibling lives on in a row; below 0: none."""
-    committed, accepted = tl.load(told + row), tl.load(told + stride + row)
-    survivor, bonus = tl.load(told + 3 * stride + row), tl.load(told + 4 * stride + row)
-    complete = committed == accepted + 1 + (bonus >= 0).to(tl.int64)
+    committed, accepted = tl.load(round_result + row), tl.load(round_result + stride + row)
+    survivor, continuation = tl.load(round_result + 3 * stride + row), tl.load(round_result + 4 * stride + row)
+    complete = committed == accepted + 1 + (continuation >= 0).to(tl.int64)
     return tl.where(complete, survivor, 0) - 1
 
 
 @varying("stride", "ids_stride", "ring", "most", "depth", "slots_stride")
-def _follow_kernel(
-    told: Value, ids: Value, start: Value, end: Value, fed: Value, confidence: Value,
-    point: Value, forks: Value, sibling_tokens: Value, sibling_confidence: Value, sibling_slots: Value,
+def _resolve_kernel(
+    round_result: Value, ids: Value, start: Value, end: Value, fed: Value, confidence: Value,
+    point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_slots: Value,
     slot_positions: Value, limit: Value, survived: Value, room: Value, empty: Value, going: Value, bound: Value,
     count: Value,
     stride: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, slots_stride: Value,
     MOVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    committed, accepted, token = tl.load(told + row), tl.load(told + stride + row), tl.load(told + 2 * stride + row)
-    survivor, bonus = tl.load(told + 3 * stride + row), tl.load(told + 4 * stride + row)
-    finished = tl.load(told + 5 * stride + row) > 0
-    complete = committed == accepted + 1 + (bonus >= 0).to(tl.int64)
+    committed, accepted, token = (
+        tl.load(round_result + row),
+        tl.load(round_result + stride + row),
+        tl.load(round_result + 2 * stride + row),
+    )
+    survivor, continuation = tl.load(round_result + 3 * stride + row), tl.load(round_result + 4 * stride + row)
+    finished = tl.load(round_result + 5 * stride + row) > 0
+    complete = committed == accepted + 1 + (continuation >= 0).to(tl.int64)
     missed = complete & (survivor == -1)
     moved = complete & (survivor > 0)
     ids += row * ids_stride
     if MOVES:
-        winner = tl.maximum(_winner(told, row, stride), 0)
+        winner = tl.maximum(_winner(round_result, row, stride), 0)
         fork = tl.load(forks + row * most + winner)
         nth = tl.arange(0, BLOCK)
         last = tl.where(moved, depth, -1)  # of the sibling's tokens
         sibling = row * most + winner
-        tokens = tl.load(sibling_tokens + sibling * (depth + 1) + nth, mask=nth <= depth, other=0)
+        tokens = tl.load(side_tokens + sibling * (depth + 1) + nth, mask=nth <= depth, other=0)
         tl.store(ids + fork + nth, tokens, mask=nth <= last)
-        sure = tl.load(sibling_confidence + sibling * depth + nth, mask=nth < depth, other=0.0)
+        sure = tl.load(side_confidence + sibling * depth + nth, mask=nth < depth, other=0.0)
         tl.store(confidence + row * (ring + 1) + (fork + 1 + nth) % ring, sure, mask=nth < last)
-        source = tl.load(point + row) + tl.load(sibling_slots + winner * depth + nth, mask=nth < depth, other=0)
+        source = tl.load(point + row) + tl.load(side_slots + winner * depth + nth, mask=nth < depth, other=0)
         slot_positions += row * slots_stride
         position = tl.load(slot_positions + source, mask=nth < last, other=0)
         tl.store(slot_positions + fork + nth, position, mask=nth < last)
     before = tl.load(start + row)
     column = before + accepted  # where the target's own token stands
     tl.store(ids + column, token, mask=missed)
-    tl.store(ids + column + 1, bonus, mask=missed & (bonus >= 0))
+    tl.store(ids + column + 1, continuation, mask=missed & (continuation >= 0))
     begin = before + committed
     tip = tl.where(moved, column + 1 + depth, tl.load(end + row))
     tip = tl.where(missed | finished, begin, tip)
@@ -132,30 +139,30 @@ def _follow_kernel(
 
 @varying("stride", "ring", "most", "depth", "vocabulary")
 def _adopt_kernel(
-    told: Value, forks: Value, sibling_scores: Value, scores: Value, stride: Value, ring: Value, most: Value,
+    round_result: Value, forks: Value, side_scores: Value, scores: Value, stride: Value, ring: Value, most: Value,
     depth: Value, vocabulary: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, nth = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    winner = _winner(told, row, stride)
+    winner = _winner(round_result, row, stride)
     if winner >= 0:
         fork = tl.load(forks + row * most + winner)
-        sibling_scores += ((row * most + winner) * depth + nth) * vocabulary
+        side_scores += ((row * most + winner) * depth + nth) * vocabulary
         scores += (row * (ring + 1) + (fork + 1 + nth) % ring) * vocabulary
         for first in range(0, vocabulary, BLOCK):
             token = first + tl.arange(0, BLOCK)
-            tl.store(scores + token, tl.load(sibling_scores + token, mask=token < vocabulary), mask=token < vocabulary)
+            tl.store(scores + token, tl.load(side_scores + token, mask=token < vocabulary), mask=token < vocabulary)
 
 
 @varying("stride", "most", "depth", "size", "key_row", "key_head", "key_slot", "value_row", "value_head", "value_slot")
 def _move_kernel(
-    told: Value, forks: Value, point: Value, sibling_slots: Value, keys: Value, values: Value, stride: Value,
+    round_result: Value, forks: Value, point: Value, side_slots: Value, keys: Value, values: Value, stride: Value,
     most: Value, depth: Value, size: Value, key_row: Value, key_head: Value, key_slot: Value, value_row: Value,
     value_head: Value, value_slot: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, nth, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    winner = _winner(told, row, stride)
+    winner = _winner(round_result, row, stride)
     if winner >= 0:
-        source = tl.load(point + row) + tl.load(sibling_slots + winner * depth + nth)
+        source = tl.load(point + row) + tl.load(side_slots + winner * depth + nth)
         there = tl.load(forks + row * most + winner) + nth
         column = tl.arange(0, BLOCK)
         inside = column < size

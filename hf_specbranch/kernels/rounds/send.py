@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import FEW, LineMemory
+from .memory import FEW, PendingBuffers
 
 
-class Sent(NamedTuple):
+class SentDraft(NamedTuple):
     """What a drafter remembers of a chain, row by row."""
 
     tokens: Tensor  # [B, gamma]
@@ -22,11 +22,11 @@ class Sent(NamedTuple):
 
 
 def send(
-    line: LineMemory,
+    pending: PendingBuffers,
     survived: Tensor,
     room: Tensor,
     kept: Tensor | None,
-    sent: Sent,
+    sent: SentDraft,
     reach: int,
     epsilon: float = 0.0,
     ahead: bool = True,
@@ -42,9 +42,10 @@ def send(
         ahead: the method drafts past the chain.
     """
     size = power_of_two(max(reach, sent.tokens.shape[1], sent.at.shape[1]), FEW)
-    _send_kernel[(line.rows,)](
-        line.ids, line.start, line.end, line.confidence, survived, room, line.start if kept is None else kept, *sent,
-        line.ids.stride(0), line.ring, sent.tokens.shape[1], sent.at.shape[1], epsilon,
+    _send_kernel[(pending.rows,)](
+        pending.ids, pending.start, pending.end, pending.confidence, survived, room,
+        pending.start if kept is None else kept, *sent,
+        pending.ids.stride(0), pending.ring, sent.tokens.shape[1], sent.at.shape[1], epsilon,
         KEPT=kept is not None, AHEAD=ahead, BLOCK=size, num_warps=1,
     )  # fmt: skip
 
@@ -52,7 +53,7 @@ def send(
 @varying("ids_stride", "ring", "gamma", "branches")
 def _send_kernel(
     ids: Value, start: Value, end: Value, confidence: Value, survived: Value, room: Value, kept: Value,
-    chain: Value, chain_length: Value, ahead: Value, point: Value, width: Value, at: Value,
+    draft_tokens: Value, sent_length: Value, ahead: Value, point: Value, width: Value, at: Value,
     ids_stride: Value, ring: Value, gamma: Value, branches: Value, epsilon: Value,
     KEPT: constexpr, AHEAD: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
@@ -69,7 +70,7 @@ def _send_kernel(
         keep = tl.where(tl.load(survived + row).to(tl.int1), keep, length)
     left = tl.load(room + row)
     sends = tl.minimum(tl.maximum(tl.minimum(keep, left - 1), 0), gamma)
-    tl.store(chain_length + row, sends)
+    tl.store(sent_length + row, sends)
     none = left < -1  # no row has less room than none
     if AHEAD:
         tl.store(ahead + row, left > sends + 1)
@@ -80,4 +81,6 @@ def _send_kernel(
     tl.store(survived + row, none)
     tl.store(at + row * branches + nth, tl.full((BLOCK,), -1, tl.int64), mask=nth < branches)
     column = tl.minimum(begin + nth, ids_stride - 1)
-    tl.store(chain + row * gamma + nth, tl.load(ids + row * ids_stride + column, mask=nth < gamma), mask=nth < gamma)
+    tl.store(
+        draft_tokens + row * gamma + nth, tl.load(ids + row * ids_stride + column, mask=nth < gamma), mask=nth < gamma
+    )
