@@ -495,7 +495,9 @@ def test_layers_that_write_nothing_are_recognised_and_keep_their_weights(family,
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.parametrize("shape", ["68m", "160m"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("68m", marks=pytest.mark.slow), pytest.param("160m", marks=pytest.mark.slow)]
+)
 def test_grown_models_are_recognised_whole(shape):
     draft = load_demo_pair()[1]
     model = grow(draft, shape, dtype=torch.bfloat16)

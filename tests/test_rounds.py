@@ -643,7 +643,7 @@ def test_kernel_verdict_reports_that_nothing_can_be_drawn(case):
     limit = torch.tensor([LIMIT], device=DEVICE)
     choices = torch.full((case.rows, 3), NO_TOKEN, device=DEVICE)
     lengths, where = torch.zeros_like(draft_tokens.length), torch.zeros_like(draft_tokens.length)
-    rounds.acceptance(
+    rounds.verify_draft(
         choices,
         (draft_tokens.tokens, lengths),
         (none, none),

@@ -82,7 +82,7 @@ def test_the_sequential_loop_samples_from_the_target(drafting):
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize(
-    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "pearl")), "specbranch"]
+    "policy", ["vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pearl", "specbranch"))]
 )
 def test_processors_shape_the_distribution_as_in_plain_generate(policy, drafting):
     processors = [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)]
