@@ -7,7 +7,6 @@ batch one is generated both ways, two tokens long, and the logits of the second 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .config import SpecBranchConfig
 from .fallback import FallBack
-
-_FINE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+from .model_state import state_of
 
 LENGTH, PADDING = 6, 2
 # Root mean square difference of the logits, in units of their spread. Padding that is read differently gives about 1.
@@ -29,10 +27,11 @@ def check_padded_batches(model: PreTrainedModel) -> None:
     Args:
         model: a model with SpecBranch attached.
     """
-    if model not in _FINE:
-        _FINE[model] = True  # for the batch of the trial itself
-        _FINE[model] = _reads_padding_as_plain(model)
-    if not _FINE[model]:
+    state = state_of(model)
+    if state.padding_is_plain is None:
+        state.padding_is_plain = True  # for the batch of the trial itself
+        state.padding_is_plain = _reads_padding_as_plain(model)
+    if not state.padding_is_plain:
         raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")
 
 

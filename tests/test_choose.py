@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -112,15 +113,20 @@ def test_a_runner_whose_model_has_changed_is_not_used_again(target):
 def test_what_is_kept_goes_with_the_model_or_on_request(target):
     for goes in (True, False):
         model = copy.deepcopy(target)
-        cuda_graph.give_back(cuda_graph.take(model, mask_maker_for(model, "target"), rows=1), rows=1)
-        kept = len(cuda_graph._IDLE)
+        runner = cuda_graph.take(model, mask_maker_for(model, "target"), rows=1)
+        cuda_graph.give_back(runner, rows=1)
+        kept = weakref.ref(runner)
+        del runner
+        gc.collect()
+        assert kept() is not None
         if goes:
             del model
             gc.collect()
         else:
             attached_model = specbranch(model)
             attached_model.detach_specbranch()
-        assert len(cuda_graph._IDLE) == kept - 1
+        gc.collect()
+        assert kept() is None
 
 
 @pytest.mark.parametrize(("waits", "modes"), [("never", 1), ("once", 3), ("always", 3)])

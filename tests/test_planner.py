@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import NAMED_SHAPES
 from hf_specbranch.decoding import assembly as assembly_module
+from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
 from hf_specbranch.planning.chooser import (
     MOST_HIDDEN,
@@ -555,7 +556,7 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
     monkeypatch.setattr(online, "may_be_better", lambda *_: True)
     assert explored(130, 100) == 10
     model.detach_specbranch()
-    assert not online._KNOWN.get(model)
+    assert not state_of(model).pairs
 
 
 def test_a_context_that_doubles_in_mid_leg_is_measured_anew():

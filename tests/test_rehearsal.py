@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hf_specbranch.kernels import build_in_parallel, can_build_in_parallel, fuse, fused, parallel_build
-from hf_specbranch.kernels.fuse import _RECIPES
 from hf_specbranch.kernels.module_check import Call, agreeing
 from hf_specbranch.kernels.parallel_build import DryRun, Kernel, build_in_background, is_dry_run, room
+from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
@@ -236,7 +236,7 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
     runner.reserve(1, 64)
 
     def passes():
-        seen.append(_RECIPES[model])
+        seen.append(state_of(model).kernel_recipe)
         runner._some_passes()
 
     def rehearse_here(stage, _, new_model):
@@ -247,7 +247,7 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
     monkeypatch.setattr(sys.modules[can_build_in_parallel.__module__], "build_in_parallel", rehearse_here)
     with torch.no_grad():
         assert can_build_in_parallel(model, passes) is whole
-        assert len(seen) == 1 and _RECIPES[model] is not seen[0]  # what a rehearsal finds out is noise
+        assert len(seen) == 1 and state_of(model).kernel_recipe is not seen[0]  # what a rehearsal finds out is noise
         assert not runner.cache.layers  # and so is what it writes
         can_build_in_parallel(model, passes)
         assert len(seen) == 1  # what is known is not rehearsed again
@@ -262,9 +262,9 @@ def test_passes_rehearsed_with_the_trial_leave_the_model_and_its_cache_alone(fam
 def test_models_that_run_code_of_their_own_or_are_watched_are_not_rehearsed():
     model = make("llama")
     with torch.autocast("cpu", torch.bfloat16):
-        assert not can_build_in_parallel(model) and model not in _RECIPES
+        assert not can_build_in_parallel(model) and state_of(model).kernel_recipe is None
     assert can_build_in_parallel(model)
-    assert not _RECIPES[model].shared.weights  # held no longer than needed
+    assert not state_of(model).kernel_recipe.shared.weights  # held no longer than needed
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert not can_build_in_parallel(model)
     hook.remove()
@@ -275,4 +275,4 @@ def test_nothing_is_found_out_about_a_model_in_a_rehearsal():
     model = make("llama")
     with in_rehearsal(), pytest.raises(RuntimeError, match="rehearsal"), fused(model):
         pass
-    assert model not in _RECIPES
+    assert state_of(model).kernel_recipe is None

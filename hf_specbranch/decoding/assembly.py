@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
+from ..model_state import num_parameters
 from ..planning.agreement import Agreement, agreement_with, read_agreement
 from ..planning.chooser import MOST_HIDDEN, plans_within, usual_costs
 from ..planning.online import Planner, knowledge_of
@@ -321,16 +321,7 @@ def scored_tokens(model: PreTrainedModel) -> int:
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
     """Whether the draft is small beside its target."""
-    return _parameters(target) >= CHEAP * _parameters(draft)
-
-
-_SIZES: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # to count takes a millisecond
-
-
-def _parameters(model: torch.nn.Module) -> int:
-    if model not in _SIZES:
-        _SIZES[model] = sum(weight.numel() for weight in model.parameters())
-    return _SIZES[model]
+    return num_parameters(target) >= CHEAP * num_parameters(draft)
 
 
 def make_seeds(call: Call) -> Iterator[int]:

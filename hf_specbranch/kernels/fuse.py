@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..model_state import state_of
 from ..runtime.module_walk import every_module
 from .attention_override import original_attention, overriding_attention
 from .backend import FLOATS
@@ -55,9 +55,6 @@ class Recipe(NamedTuple):
     forwards: dict[nn.Module, Forward]
     attention: str  # the implementation to ask for
     readers: list[Sequence[nn.Linear]]  # products whose weights may be joined
-
-
-_RECIPES: WeakKeyDictionary[PreTrainedModel, Recipe] = WeakKeyDictionary()
 
 
 def fuse(model: PreTrainedModel) -> Callable[[], None]:
@@ -166,7 +163,7 @@ def _forget(shared: Shared) -> None:
 def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], object] = lambda: None) -> Recipe:
     parts = tuple((id(module), type(module)) for module in every_module(model))
     structure = hash((parts, implementation, model.dtype, model.device))
-    recipe = _RECIPES.get(model)
+    recipe: Recipe | None = state_of(model).kernel_recipe
     if recipe is None or recipe.structure != structure:
         if is_dry_run():
             raise RuntimeError("nothing can be tried in a rehearsal")
@@ -174,14 +171,16 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
         calls = watch(model)
 
         def trial_and_passes() -> None:
-            _RECIPES[model] = _find_out(model, calls, implementation, structure)  # all will do in a rehearsal
+            state_of(model).kernel_recipe = _find_out(
+                model, calls, implementation, structure
+            )  # all will do in a rehearsal
             passes()
 
         try:
             build_in_parallel(trial_and_passes, model.device, new_model=True)
         finally:
-            _RECIPES.pop(model, None)
-        recipe = _RECIPES[model] = _find_out(model, calls, implementation, structure)
+            state_of(model).kernel_recipe = None
+        recipe = state_of(model).kernel_recipe = _find_out(model, calls, implementation, structure)
     return recipe
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Lock
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..decoding.text import Text
+from ..model_state import state_of
 from ..runtime.adapters import adapter_state
 from ..runtime.overlap import Overlap
 from ..stats import SpecBranchStats
@@ -110,19 +110,15 @@ class Knowledge:
     texts: Texts = field(default_factory=lambda: Texts(TEXTS))
 
 
-ByAdapters = dict[Hashable, Knowledge]
-_KNOWN: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, ByAdapters]] = WeakKeyDictionary()
-
-
 def knowledge_of(target: PreTrainedModel, draft: PreTrainedModel) -> Knowledge:
     """What is known of a pair in the present state of its adapters; kept as long as both models are there."""
-    known = _KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
+    known: dict[Hashable, Knowledge] = state_of(target).pairs.setdefault(draft, {})
     return known.setdefault((adapter_state(target), adapter_state(draft)), Knowledge())
 
 
 def forget(target: PreTrainedModel) -> None:
     """Drop what is known of a target's pairs."""
-    _KNOWN.pop(target, None)
+    state_of(target).pairs.clear()
 
 
 class Planner:

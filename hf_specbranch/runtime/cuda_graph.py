@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_override import original_attention
+from ..model_state import state_of
 from .base import Step
 from .compiled import compiled_layers
 from .eager import SMALLEST, EagerRunner, round_up
@@ -172,28 +172,19 @@ class GraphRunner(EagerRunner):
         return Captured(graphs, *buffers, steps[0])
 
 
-# Runners that wait for a model's next generation: their graphs and caches are worth keeping. A waiting runner holds
-# no reference to its model, so that it goes when the model goes.
-_IDLE: WeakKeyDictionary[PreTrainedModel, dict[Hashable, GraphRunner]] = WeakKeyDictionary()
-# Models that were seen to ask the device something in mid-forward, and what was said about it.
-_SYNCS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-# Models whose pass through the kernels was compared with their own: their fingerprint then, and whether it agreed.
-_AGREE: WeakKeyDictionary[PreTrainedModel, tuple[int, bool]] = WeakKeyDictionary()
-
-
 def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     """Our kernels, if a whole pass through them agrees with the model's own, else the model's own layers.
 
     Asked once of a model, and again when its weights have moved.
     """
     fuse(model)
-    now = fingerprint(model)
-    if model not in _AGREE or _AGREE[model][0] != now:
+    now, state = fingerprint(model), state_of(model)
+    if state.kernel_check is None or state.kernel_check[0] != now:
         runner = GraphRunner(model, masks, "fused")
         runner.reserve(rows, SMALLEST)
         logger.debug("kernels are built side by side: %s", runner.builds_in_parallel)
-        _AGREE[model] = now, kernels_agree(model, masks)
-    return "fused" if _AGREE[model][1] else "plain"
+        state.kernel_check = now, kernels_agree(model, masks)
+    return "fused" if state.kernel_check[1] else "plain"
 
 
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
@@ -201,7 +192,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
 
     A forward that waits for the device (to route tokens to experts, say) cannot be part of a graph.
     """
-    if model not in _SYNCS:
+    state = state_of(model)
+    if state.sync_reason is None:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         runner = EagerRunner(model, masks)
         runner.reserve(1, 1)
@@ -209,14 +201,15 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
         forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _SYNCS[model] = _why_it_syncs(forward)
-            if _SYNCS[model]:
+            reason = _why_it_syncs(forward)
+            if reason:
                 with suppress(RuntimeError):
                     forward()  # what is set up on first use may wait
-                _SYNCS[model] = _why_it_syncs(forward)
-        if _SYNCS[model]:
-            logger.warning("%s runs eagerly: %s", type(model).__name__, _SYNCS[model])
-    return _SYNCS[model]
+                reason = _why_it_syncs(forward)
+        if reason:
+            logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
+        state.sync_reason = reason
+    return state.sync_reason
 
 
 def _why_it_syncs(forward: Callable[[], object]) -> str:
@@ -233,7 +226,7 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
     """A runner for this model and batch size, from an earlier generation if it still fits the model."""
-    waiting = _IDLE.get(model, {}).pop((rows, layers), None)
+    waiting: GraphRunner | None = state_of(model).idle_runners.pop((rows, layers), None)
     if waiting is None or waiting.fingerprint != fingerprint(model):
         if layers == "fused":
             fuse(model)
@@ -246,14 +239,17 @@ def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "
 
 
 def give_back(runner: GraphRunner, rows: int) -> None:
-    """Keep a runner for the next generation; one for each model, so that caches do not pile up."""
-    _IDLE[runner.model] = {(rows, runner.layers): runner}
+    """Keep a runner for the next generation; one for each model, so that caches do not pile up.
+
+    A waiting runner holds no reference to its model, so that it goes when the model goes.
+    """
+    state_of(runner.model).idle_runners = {(rows, runner.layers): runner}
     del runner.model
 
 
 def drop(model: PreTrainedModel) -> None:
     """Free what is kept for a model."""
-    _IDLE.pop(model, None)
+    state_of(model).idle_runners.clear()
 
 
 def fingerprint(model: PreTrainedModel) -> int:

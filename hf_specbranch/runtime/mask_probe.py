@@ -13,10 +13,9 @@ contents of some slots and in nothing else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,12 +24,12 @@ from transformers import PreTrainedModel
 from ..kernels.attention_override import original_attention
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
+from ..model_state import state_of
 from .adapters import adapter_state
 from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
 
 # model -> state of its adapters -> by_layer_type
-_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[Hashable, bool]] = WeakKeyDictionary()
 
 CONTEXT = 4  # tokens before the queries; the last two are copied to a far and a near slot for each query
 REFERENCES = 4  # queries whose logits are compared with an ordinary run
@@ -67,7 +66,7 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
-    known, state = _KNOWN.setdefault(model, {}), adapter_state(model)
+    known, state = state_of(model).mask_forms, adapter_state(model)
     if state not in known:
         with torch.no_grad(), evaluating(model):
             known[state] = _find_form(model, role, hasattr(config, "layer_types"))

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from ..kernels import prepare
 from ..kernels.backend import HALF_PRECISION
+from ..model_state import state_of
 from . import cuda_graph
 from .adapters import has_adapters
 from .eager import EagerRunner
@@ -21,7 +21,6 @@ from .module_walk import every_module, every_parameter
 from .rotary import LengthDependentRotary
 
 logger = logging.getLogger(__name__)
-_SAID: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # why a model runs eagerly, where that was said
 
 UPFRONT = 4096  # the most slots reserved in advance; a cache that must grow has its graphs captured again
 BRANCHES = 256  # room for branches behind the text
@@ -67,8 +66,9 @@ def runner_for(
 
 
 def _say_once(model: PreTrainedModel, role: str, reason: str) -> None:
-    if _SAID.get(model) != reason:
-        _SAID[model] = reason
+    state = state_of(model)
+    if state.warned_eager != reason:
+        state.warned_eager = reason
         logger.warning("the %s %s runs eagerly, without CUDA graphs: %s", role, type(model).__name__, reason)
 
 
