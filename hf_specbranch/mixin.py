@@ -16,7 +16,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .config import SpecBranchConfig
-from .decoding.engine import Call, speculate
+from .decoding.call import Call
+from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES

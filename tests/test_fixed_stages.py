@@ -80,7 +80,7 @@ def test_a_round_that_was_begun_in_vain_counts_nowhere():
                 stats.target_forwards, stats.target_positions, stats.row_passes = gone, 5 * gone, gone
             with overlap.working("branch"):
                 pass
-        overlap.give_up()
+        overlap.discard_round()
         work = overlap.take()
     assert (stats.target_forwards, stats.target_positions, stats.row_passes) == (1, 5, 1)
     assert (stats.draft_forwards, stats.draft_positions) == (3, 4)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import NAMED_SHAPES
 from hf_specbranch.decoding import assembly as assembly_module
+from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
 from hf_specbranch.planning.chooser import (
@@ -172,7 +173,7 @@ def test_sampling_stays_exact_when_plans_change(at_random, drafting):
 def test_drafters_that_share_their_randomness_are_noticed(in_turn, monkeypatch):
     vanilla = SpecBranchConfig("vanilla", 1, confidence_threshold=0.0, max_rejection_branches=0, tree_leaves=0)
     in_turn(vanilla, replace(vanilla, max_draft_length=2))
-    monkeypatch.setattr(assembly_module, "make_seeds", lambda call: itertools.repeat(int(torch.randint(2**62, (1,)))))
+    monkeypatch.setattr(Call, "seeds", lambda call: itertools.repeat(int(torch.randint(2**62, (1,)))))
     model, _ = sampling_pair()
     counts = draw(SpecBranchConfig(draft_sampling="sample"), samples=10_000)
     assert p_value(counts, exact_distribution(model)) < SMALLEST_P

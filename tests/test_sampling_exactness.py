@@ -6,9 +6,9 @@ import torch
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from hf_specbranch import SpeculationHook
-from hf_specbranch.decoding import acceptance
+from hf_specbranch.decoding import acceptance as acceptance_module
 from hf_specbranch.decoding import drafter as drafter_module
-from hf_specbranch.decoding import verifier as judge_module
+from hf_specbranch.decoding import verifier as verifier_module
 
 from .models import config
 from .sampling import SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
@@ -49,18 +49,18 @@ def test_runners_up_leave_the_distribution_alone(drafting, policy, rejection_bra
 
 @pytest.mark.slow
 def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
-    honest = judge_module.Verifier.continue_leaves
+    honest = verifier_module.Verifier.continue_leaves
 
     def most_likely(self, acceptance, logits, draft_tokens):
         continuation = honest(self, acceptance, logits, draft_tokens)
         choices = logits.argmax(-1)
         return (
-            acceptance.continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+            acceptance_module.continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
             if draft_tokens.leaves
             else continuation
         )
 
-    monkeypatch.setattr(judge_module.Verifier, "continue_leaves", most_likely)
+    monkeypatch.setattr(verifier_module.Verifier, "continue_leaves", most_likely)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.0, tree_leaves=4), samples=20_000)
 
 
@@ -122,10 +122,10 @@ def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
     assert_exact(settings, hooks=[Whimsical()], samples=20_000)
 
 
-@pytest.mark.parametrize("verdict", [0, 1, 2])
-def test_a_length_heads_verdict_leaves_the_distribution_alone(acceptance):
+@pytest.mark.parametrize("prediction", [0, 1, 2])
+def test_a_length_head_leaves_the_distribution_alone(prediction):
     def head(survivor):
-        return torch.full_like(survivor.length, acceptance)
+        return torch.full_like(survivor.length, prediction)
 
     settings = config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling="sample", length_head=head)
     assert_exact(settings, samples=10_000)
@@ -153,14 +153,14 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
         rest[..., -1] += 1 - rest.sum(-1)  # where inverse sampling ends up when the sum falls short of 1
         return rest
 
-    monkeypatch.setattr(acceptance, "residual", unnormalised)
+    monkeypatch.setattr(acceptance_module, "residual", unnormalised)
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.slow
 def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting):
-    honest = judge_module.Verifier.acceptance
+    honest = verifier_module.Verifier.accept
 
     def greedy_at_the_fork(self, logits, draft_tokens, branches):
         acceptance, scores = honest(self, logits, draft_tokens, branches)
@@ -169,41 +169,43 @@ def test_choosing_the_branch_with_the_largest_p_is_noticed(monkeypatch, drafting
         best = at_point.gather(1, branches.tokens).masked_fill(~there, float("-inf")).argmax(1)
         forked = (acceptance.accepted == draft_tokens.length) & (there.sum(1) > 1)
         token = torch.where(forked, branches.tokens.gather(1, best[:, None])[:, 0], acceptance.token)
-        return acceptance.Acceptance(acceptance.accepted, token, torch.where(forked, best, acceptance.survivor)), scores
+        return acceptance_module.Acceptance(
+            acceptance.accepted, token, torch.where(forked, best, acceptance.survivor)
+        ), scores
 
-    monkeypatch.setattr(judge_module.Verifier, "verdict", greedy_at_the_fork)
+    monkeypatch.setattr(verifier_module.Verifier, "accept", greedy_at_the_fork)
     assert_biased(config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
 @pytest.mark.slow
 def test_cutting_a_chain_by_the_probability_of_the_drawn_token_is_noticed(monkeypatch):
-    honest = drafter_module.Drafter._draft_stage
+    honest = drafter_module.Drafter._draft_new
 
     def cut_unlikely_tokens(self, *going):
         honest(self, *going)
-        pending, longest = self.pending, self.gamma
+        pending, longest = self.round.pending, self.gamma
         chosen = pending.first_scores(longest).gather(2, pending.tokens(longest)[:, :, None])[:, :, 0]
         likely = (chosen >= 0.5).long().cumprod(1).sum(1)
         pending.end.copy_(pending.start + torch.minimum(likely, pending.length))
 
-    monkeypatch.setattr(drafter_module.Drafter, "_draft_stage", cut_unlikely_tokens)
+    monkeypatch.setattr(drafter_module.Drafter, "_draft_new", cut_unlikely_tokens)
     assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"))
 
 
 @pytest.mark.slow
 def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
-    """What a cut must not do: throw drawn tokens away because of what was drawn, and draw anew."""
-    honest = drafter_module.Drafter._cut
+    """What a cut must not do: throw drawn tokens away because of what was drawn, and draw again."""
+    honest = drafter_module.Drafter._kept
 
     def redraw(self, features):
         honest(self, features)
-        pending = self.pending
-        odd = self.survived & (pending.length > 0) & (pending.tokens(1)[:, 0] % 2 == 1)
+        pending = self.round.pending
+        odd = self.round.survived & (pending.length > 0) & (pending.tokens(1)[:, 0] % 2 == 1)
         pending.end.copy_(torch.where(odd, pending.start, pending.end))
-        pending.fed.copy_(torch.where(odd, torch.minimum(pending.fed, pending.start - 1), pending.fed))
+        pending.cached.copy_(torch.where(odd, torch.minimum(pending.cached, pending.start - 1), pending.cached))
         return pending.length
 
-    monkeypatch.setattr(drafter_module.Drafter, "_cut", redraw)
+    monkeypatch.setattr(drafter_module.Drafter, "_kept", redraw)
     assert_biased(config("specbranch", gamma=2, k=2, epsilon=1.0, draft_sampling="sample"))
 
 

@@ -33,15 +33,17 @@ def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, sl
     from hf_specbranch.decoding.drafter import Drafter
 
     points = []
-    grow = Drafter._grow
+    branch = Drafter.branch
 
-    def observer(self, shown):
+    def observer(self, reached):
         first = len(slots_written)
-        grow(self, shown)
-        used = torch.cat([slots.flatten() for _, slots, _ in slots_written[first:]])
-        points.append(len({int(slot) for slot in used if slot >= self.point[0]}))
+        starts = branch(self, reached)
+        used = [slots.flatten() for _, slots, _ in slots_written[first:]]
+        if used:
+            points.append(len({int(slot) for slot in torch.cat(used) if slot >= self.round.point[0]}))
+        return starts
 
-    monkeypatch.setattr(Drafter, "_grow", observer)
+    monkeypatch.setattr(Drafter, "branch", observer)
     settings = config("specbranch", gamma=gamma, k=k, epsilon=0.9, overlap=False)
     model = attached(target)
     model.generate(**prompt(), max_new_tokens=40, do_sample=False, assistant_model=stranger, specbranch=settings)

@@ -53,7 +53,7 @@ def test_what_became_of_the_drafted_tokens_adds_up_to_the_statistics(recording):
     counted = {
         "accepted": stats.num_accepted_tokens,
         "rolled back": stats.rollback_tokens,
-        "lost": stats.wasted_branch_tokens,
+        "wasted": stats.wasted_branch_tokens,
     }
     assert recording.fates() == counted
     assert len(recording.drafted) == stats.num_draft_tokens

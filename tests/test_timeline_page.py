@@ -67,7 +67,7 @@ SIGHT = {  # what dichromats see of linear sRGB (Machado, Oliveira and Fernandes
 @pytest.mark.parametrize("theme", (0, 1), ids=("light", "dark"))
 def test_the_three_fates_differ_to_colour_blind_eyes(theme, sight):
     style = (FOLDER / "timeline.css").read_text()
-    colours = [re.findall(rf"--{name}: (#\w{{6}})", style)[theme] for name in ("accepted", "rolled", "lost")]
+    colours = [re.findall(rf"--{name}: (#\w{{6}})", style)[theme] for name in ("accepted", "rolled", "wasted")]
     seen = [perceived(torch.tensor(SIGHT[sight]) @ linear(colour)) for colour in colours]
     assert min(float((a - b).norm()) for a, b in combinations(seen, 2)) > 25  # 2.3 is just noticeable
 
@@ -166,7 +166,7 @@ def test_cells_and_text_on_the_page_are_what_was_recorded(opened, both):
         shown = page.locator(".run").nth(place)
         assert shown.locator(".token").count() == recording.stats.new_tokens
         drafting = shown.locator(".lane:not(.axis):not(.waits)").nth(1), shown.locator(".lane").nth(3)
-        for name, fate in (("accepted", "accepted"), ("rolled", "rolled back"), ("lost", "lost")):
+        for name, fate in (("accepted", "accepted"), ("rolled", "rolled back"), ("wasted", "wasted")):
             assert sum(lane.locator(f".cell.{name}").count() for lane in drafting) == recording.fates()[fate]
         assert shown.locator(".given").inner_text() == HOSTILE
     assert page.evaluate("window.broken") is None

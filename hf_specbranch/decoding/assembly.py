@@ -1,15 +1,13 @@
-"""The parts of a loop, made for one `generate()` call."""
+"""Makes the parts of the loop for one `generate()` call."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
@@ -23,46 +21,44 @@ from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCHES
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
-from .acceptance import NONE
 from .accounting import Accounting
+from .call import Call
 from .draft_model import DraftModel
-from .drafter import Drafter, NoDrafter
-from .hooks import ConfidenceStop, HookList, LengthHeadHook, SpeculationHook, TopKBranches
+from .draft_round import DraftRound
+from .draft_source import NoDraft
+from .drafter import Drafter
+from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
 from .likely_rejections import LikelyRejections
 from .loop import Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .pending_draft import PendingDraft
 from .policies import POLICIES, Policy
-from .quick_drafter import QuickDrafter, is_plain
-from .quick_judge import QuickJudge
-from .quick_target import QuickTarget
+from .resolve import NONE
 from .scoring import can_guide, is_opaque
+from .side_branches import SideBranches
 from .state import Feedback
 from .static_scoring import has_static_form, signature
 from .target import Target
 from .text import Text
+from .torch_draft_ops import DraftOps, TorchDraftOps
+from .triton_draft_ops import TritonDraftOps, kernels_know
 from .verifier import Verifier
 
-if TYPE_CHECKING:
-    from .engine import Call
-
-# Tokens drawn from the draft were accepted at least as often as its likeliest ones from here on (docs/benchmarks.md);
-# towards 0 the two become the same, and likeliest tokens need no distribution to be kept and tested.
-GREEDY_DRAFTS_BELOW = 0.3
-CHEAP = 50  # a draft is that has so many times fewer parameters than its target
-WINDOW, CONTEXT, FEWEST = 128, 256, 16  # tokens of a text the planner looks at; those the draft reads; too few to judge
+CHEAP = 50  # a draft is cheap that has so many times fewer parameters than its target
+# Tokens of a text that the planner looks at; tokens that the draft reads for that; too few tokens to look at.
+WINDOW, CONTEXT, FEWEST = 128, 256, 16
 
 
 class Assembly:
-    """Puts together who takes part in a generation, and the desks they work on.
+    """Makes the parts of a generation, and the buffers they work on.
 
     Args:
         call: the `generate()` call.
         runner: runs the target.
         draft_runner: runs the draft, if there is one.
         further: what else the target is given after the prompt.
-        recorder: keeps what the caller wants beside the tokens.
+        recorder: keeps further outputs for the caller.
         stats: where to count.
     """
 
@@ -79,31 +75,29 @@ class Assembly:
         self.runner, self.draft_runner, self.further = runner, draft_runner, further
         self.stopper, self.attention = call.stopper, call.attention()
         self.samples = bool(call.generation_config.do_sample)
-        self.ordered = any(map(is_opaque, call.processors))  # processors must be called for one token after the other
+        self.ordered = any(map(is_opaque, call.processors))  # processors must be called token by token
         self.guided = any(map(can_guide, call.processors))
         self.in_step = self.ordered or (call.rows > 1 and self.stopper.needs_rows_in_step)
         self.vocabulary = scored_tokens(call.model)
-        self.given = HookList(given_hooks(call))
+        self.given = HookList(call.all_hooks)
         self.static_shapes = self._can_be_static(self.given.hooks)
-        self.quick = (
-            self.static_shapes and bool(call.config.kernels) and serves(runner.device)
-        )  # bookkeeping in few kernels
+        # The operations between forwards run in Triton, where they can.
+        self.in_triton = self.static_shapes and bool(call.config.kernels) and serves(runner.device)
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
         longest = max(plan.draft_length for plan in self.plans)
         self.capacity = self._size(self.stopper.max_length + longest + 3)  # columns of the text
-        self.seeds = make_seeds(call)
+        self.seeds = call.seeds()
 
     @property
     def _may_plan(self) -> bool:
-        """Whether anything is left to choose. Hooks, heads and observers were made for one method."""
-        config, special = self.call.config, self.in_step
-        watched = bool(self.given.hooks) or self.call.observer is not None
-        return config.policy == "auto" and self.draft_runner is not None and not special and not watched
+        """Whether the planner has anything to choose. Hooks and length heads were made for one method."""
+        is_auto = self.call.config.policy == "auto" and self.draft_runner is not None
+        return is_auto and not self.in_step and not self.given.hooks
 
     def parts(self) -> Parts:
-        """Everything a loop needs but a drafter."""
+        """Return everything that the loop needs except a drafter."""
         call = self.call
         buffers = self._buffers_for(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
@@ -111,34 +105,31 @@ class Assembly:
         text = Text(
             buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended
         )
-        generator = buffers.generator("verdicts", next(self.seeds)) if self.samples else None
+        generator = buffers.generator("verify", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
-        kind = QuickJudge if self.quick else Verifier
-        shown = self.recorder.scores_so_far
-        verifier = kind(buffers, text, list(call.processors), self.vocabulary, self.samples, generator, layers, shown)
+        verifier = Verifier(
+            buffers, text, list(call.processors), self.vocabulary, self.samples, generator, layers,
+            self.recorder.scores_so_far, self.in_triton,
+        )  # fmt: skip
         target = self._target(buffers, text)
-        return Parts(
-            target, NoDrafter(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0)
-        )
+        return Parts(target, NoDraft(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0))
 
     def change(self, plan: SpecBranchConfig, parts: Parts, feedback: Feedback) -> tuple[Parts, Feedback]:
-        """The same text, to be continued after another plan.
+        """Continue the same text with another plan.
 
-        What stands drafted is given up, whatever it is, and the new drafter reads the text anew. For drafts that are
-        drawn that is exact only if the choice of a plan does not depend on drafted tokens the target has not judged.
+        The pending draft is rolled back, and the new drafter reads the text again. For drafts that are drawn this is
+        exact only if the choice of a plan does not depend on draft tokens that the target has not verified.
         """
         text = parts.text
-        parts.accounting.close()
         parts.target.read_skipped_token()
         parts = self.with_drafter(plan, parts)
-        text.survivor.fill_(NONE)  # whichever it was
+        text.result.survivor.fill_(NONE)  # whichever it was
         parts.drafter.prefill(max(text.lengths))
-        return parts, feedback._replace(
-            round_result=text.round_result.to(parts.drafter.device), moved=False, draft_ended=True
-        )
+        result = text.result.to(parts.drafter.device)
+        return parts, feedback._replace(result=result, moved=False, draft_ended=True)
 
     def agreements(self, text: Text) -> list[Agreement]:
-        """How the draft does on the text of the first row that goes on, if any does; nothing while that is short."""
+        """Return how the draft agrees with the text of the first unfinished row; nothing while that is short."""
         assert self.call.draft is not None
         row = 0 if text.finished else text.done.index(False)
         new, length = len(text.new[row]), text.lengths[row]
@@ -149,7 +140,7 @@ class Assembly:
         context = CONTEXT if draft.position_limit is None else min(CONTEXT, draft.position_limit)
         ids = text.ids[row : row + 1, max(padding, length - context) : length]
         before = max(1, ids.shape[1] - min(new, WINDOW))
-        temperature = temperature_of(self.call) if self.samples else 1.0
+        temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
         if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCHES):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1))
@@ -157,7 +148,7 @@ class Assembly:
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
 
     def planner(self, text: Text) -> Planner:
-        """Who chooses between the plans."""
+        """Return the planner that chooses between the plans."""
         target, draft = self.runner, self.draft_runner
         assert draft is not None
         usual = usual_costs(target.model, draft.model, self.static_shapes) if self.samples else None
@@ -178,12 +169,16 @@ class Assembly:
         return sum(runner.graphs_captured for runner in runners)
 
     def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
-        """These parts, and a drafter for the plan."""
+        """Return these parts with a drafter for the plan."""
         policy = POLICIES[plan.policy]
         if self.draft_runner is None or not policy.drafts:
-            return parts._replace(drafter=NoDrafter(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
+            return parts._replace(drafter=NoDraft(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
         drafter = self._drafter(plan, self.draft_runner, parts)
         return parts._replace(drafter=drafter, accounting=Accounting(self.stats, drafter.depth))
+
+    def observed(self, parts: Parts) -> Parts:
+        """Return the parts as the caller's observer wraps them, if there is one."""
+        return parts if self.call.observer is None else self.call.observer(parts)
 
     def _can_be_static(self, hooks: list[SpeculationHook]) -> bool:
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""
@@ -219,7 +214,7 @@ class Assembly:
         return ""
 
     def _size(self, needed: int) -> int:
-        """Few sizes where memory and stages are to be used again."""
+        """Round up to one of few sizes where buffers and stages are reused."""
         return round_up(needed) if self.static_shapes else needed
 
     def _buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
@@ -228,7 +223,7 @@ class Assembly:
         call = self.call
         processors = tuple(map(signature, call.processors))
         sizes = (call.rows, self.capacity, self._target_slots)
-        return runner.buffers((sizes, self.samples, self.quick, self.given.feature_layers, processors, more))
+        return runner.buffers((sizes, self.samples, self.in_triton, self.given.feature_layers, processors, more))
 
     @property
     def _target_slots(self) -> int:
@@ -255,10 +250,10 @@ class Assembly:
         axes = None
         if next_position is not None and next_position.ndim == 3:
             axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
-        return (QuickTarget if self.quick else Target)(
+        return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
             self.given.feature_layers, self.stats, self.static_shapes and call.is_tokens_alone(self.attention),
-            self.further, axes,
+            self.further, axes, self.in_triton,
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
@@ -266,11 +261,11 @@ class Assembly:
         alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
         branches = alternatives if policy.forks else 1
         rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
-        draws = self.samples and not self.in_step and draws_drafts(call)
+        draws = self.samples and not self.in_step and call.draws_drafts
         capacity = self._size(self.capacity + (branches + rejection_branches + 2) * (gamma + 1))
         counts = (gamma, branches, rejection_branches, leaves)
         epsilon = plan.threshold()
-        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing ever stops: drafts of fixed length
+        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
         hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
         baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
         buffers = self._buffers_for(runner, runner.device, (*baked, hooks.settings))
@@ -278,16 +273,19 @@ class Assembly:
         ends = frozenset(self.stopper.eos)
         model = DraftModel(buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
-        reach = 2 * gamma + 2  # a chain, the branch point, a branch
+        reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
         pending = PendingDraft(
             buffers, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator
         )
-        likely_rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
-        kind = QuickDrafter if self.quick and is_plain(policy, gamma, hooks) else Drafter
-        return kind(
-            buffers, model, pending, policy, *counts, likely_rejections, hooks, self.stopper.max_length, self.stats
-        )
+        side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, policy.depth(gamma))
+        rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
+        limit = self.stopper.max_length
+        round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
+        ops: DraftOps = TorchDraftOps(round, model, hooks)
+        if self.in_triton and kernels_know(policy, gamma, hooks):
+            ops = TritonDraftOps(round, model, hooks, buffers)
+        return Drafter(buffers, model, round, ops, hooks, self.stats)
 
     @property
     def _own_attention(self) -> Tensor:
@@ -295,59 +293,24 @@ class Assembly:
         return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
 
     def _speculated_widths(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
-        """The most branches at chain positions, and the most runners-up."""
+        """Return the most rejection branches and the most tree leaves."""
         most = plan.draft_length * min(alternatives, self.vocabulary - 1)
-        rejection_branches, leaves = policy.forks and not self.guided, policy.drafts_first  # a guide follows one line
-        if self.in_step or not self.recorder.keeps_nothing:  # a round must end at the first own token
-            leaves = False
-        return min(int(plan.max_rejection_branches), most) * rejection_branches, min(
-            int(plan.tree_leaves), most
-        ) * leaves
-
-
-def given_hooks(call: Call) -> list[SpeculationHook]:
-    """The user's hooks, then the head; the built-in rules come after these."""
-    head = call.config.length_head
-    if isinstance(head, SpeculationHook):
-        return [*call.hooks, head]
-    return [*call.hooks, LengthHeadHook(head)] if callable(head) else list(call.hooks)
+        rejection_branches = min(int(plan.max_rejection_branches), most)
+        leaves = min(int(plan.tree_leaves), most)
+        if not policy.forks or self.guided:  # a guide follows one pending draft
+            rejection_branches = 0
+        # Rows in step, and recorded outputs, need rounds that end at the target's own token.
+        if not policy.drafts_first or self.in_step or not self.recorder.keeps_nothing:
+            leaves = 0
+        return rejection_branches, leaves
 
 
 def scored_tokens(model: PreTrainedModel) -> int:
-    """How many tokens a model scores; embeddings may be wider than its config says."""
+    """Return how many tokens a model scores; embeddings may be wider than its config says."""
     weight: Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
     return int(model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
 
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
-    """Whether the draft is small beside its target."""
+    """Whether the draft is small compared with its target."""
     return num_parameters(target) >= CHEAP * num_parameters(draft)
-
-
-def make_seeds(call: Call) -> Iterator[int]:
-    """Seeds for the verdicts and for each drafter, apart, so that threads cannot reorder the draws.
-
-    They come from the caller's source of randomness: the same seed gives the same text.
-    """
-    if not call.generation_config.do_sample:
-        return count()
-    source = call.generator
-    where = source.device if source is not None else torch.device("cpu")
-    return count(int(torch.randint(2**62, (1,), generator=source, device=where)))
-
-
-def draws_drafts(call: Call) -> bool:
-    """Whether drafts are drawn from `q`, or are its likeliest tokens. A processor that must be called in order
-    gives no `p` for positions ahead, so drafts cannot be tested against it; they can be compared with its choice.
-    """
-    if any(map(is_opaque, call.processors)):
-        return False
-    if call.config.draft_sampling != "auto":
-        return call.config.draft_sampling == "sample"
-    return temperature_of(call) >= GREEDY_DRAFTS_BELOW
-
-
-def temperature_of(call: Call) -> float:
-    """At which a sampled text is drawn."""
-    warpers = [p for p in call.processors if isinstance(p, TemperatureLogitsWarper)]
-    return float(warpers[-1].temperature) if warpers else 1.0

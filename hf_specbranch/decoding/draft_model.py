@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.rounds import ForwardInputs
 from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
 from ..runtime.static_buffers import Buffers
@@ -16,7 +17,7 @@ from .static_scoring import StaticScorer
 
 
 class DraftModel:
-    """Runs the draft on columns of the text and applies the user's processors to what it says.
+    """Runs the draft on columns of the text and applies the user's processors to its logits.
 
     Args:
         desk: where the memory comes from.
@@ -26,7 +27,7 @@ class DraftModel:
         processors: the user's logits processors.
         capacity: the most columns the text can reach.
         stats: where to count forwards.
-        ends: the end-of-sequence tokens, after which no processor is asked.
+        ends: the end-of-sequence tokens, after which no processor is called.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class DraftModel:
         self.seen = buffers.tensor("draft.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :length] = attention
         self.slots = torch.arange(capacity, out=buffers.tensor("draft.slots", (capacity,)))
-        # Positions past the draft's context are held at its end: drafts there are poor, but must not fail.
+        # Positions past the draft's context are held at its end: drafts there are weak, but must not fail.
         last = None if runner.position_limit is None else runner.position_limit - 1
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
@@ -54,9 +55,9 @@ class DraftModel:
         self.score: Scorer = ExactScorer(processors)
         if buffers.static_shapes:
             self.score = StaticScorer(processors, buffers, "draft", vocabulary)
-        # A guide follows one line, from a prompt it has read; rows of a batch would each need their own state.
+        # A guide follows one pending draft, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
-        self.guide = Guide.overlap(processors, length, ends) if guided else None
+        self.guide = Guide.for_draft(processors, length, ends) if guided else None
 
     def prefill(self, tokens: Tensor) -> None:
         """Read a text [B, P] from its beginning."""
@@ -71,18 +72,18 @@ class DraftModel:
         if self.guide is not None:  # it must see every prefix, this one too
             self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
 
-    def forward(self, tokens: Tensor, columns: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
-        """Logits [B, Q, V] for tokens that stand in these columns and are kept in these slots."""
-        positions = self.positions.gather(1, columns)
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Return logits [B, Q, V] of the draft."""
+        tokens = self.own_tokens(inputs.tokens)
         if self.buffers.static_shapes:
-            return self.runner.forward_uncaptured(self.own_tokens(tokens), positions, slots, visible).logits
+            return self.runner.forward_uncaptured(tokens, inputs.positions, inputs.slots, inputs.visible).logits
         self.stats.draft_forwards += 1
         self.stats.draft_positions += tokens.shape[1]
-        self.runner.reserve(tokens.shape[0], visible.shape[2])
-        return self.runner.forward(self.own_tokens(tokens), positions, slots, visible).logits
+        self.runner.reserve(tokens.shape[0], inputs.visible.shape[2])
+        return self.runner.forward(tokens, inputs.positions, inputs.slots, inputs.visible).logits
 
     def text_up_to(self, columns: Tensor, shown: int) -> Tensor:
-        """[B, Q, shown]: what a token in column `c` of the line sees, all columns to its own."""
+        """[B, Q, shown]: what a token in column `c` of the pending draft sees: all columns up to its own."""
         return (self.slots[:shown] <= columns[:, :, None]) & self.seen[:, None, :shown]
 
     def distribution(self, logits: Tensor, prefixes: Callable[[], Prefixes], guides: list[Guide]) -> Tensor:
@@ -91,7 +92,7 @@ class DraftModel:
         Args:
             logits: [B, n, V'] from the model.
             prefixes: the text before each position.
-            guides: for a single row, one a position; otherwise none.
+            guides: for a single row, one per position; otherwise none.
         """
         if not guides:
             return self.scores(logits, prefixes).softmax(-1)
@@ -105,7 +106,7 @@ class DraftModel:
         return self.score(fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary), prefixes)
 
     def next_distribution(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
-        """[B, V] behind each row's last column, given logits [B, Q, V] for its last `Q` columns."""
+        """[B, V] after each row's last column, given logits [B, Q, V] for its last `Q` columns."""
         if self.guide is None:
             return self.distribution(logits[:, -1:], lambda: Prefixes(ids[:, None], end[:, None]), [])[:, 0]
         for j in range(logits.shape[1]):

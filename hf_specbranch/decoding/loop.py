@@ -1,19 +1,26 @@
-"""The method. A round: draft a chain, let the target verify it, draft what may follow, judge, commit.
+"""SpecBranch, the method. Each round: propose, verify, branch, resolve, adopt.
 
-Whether the draft works while the target does, or after it, is for `Overlap` to say; the tokens are the same. The
-policies differ in what the drafter does when it is asked, nowhere else.
+- *propose*: the draft model drafts up to gamma tokens, and stops where its confidence is below epsilon; of a draft that
+  survived the last round, the length head (H-RAD) and the confidence say how much to send.
+- *verify*: the target checks all draft tokens in one pass.
+- *branch*: meanwhile the draft model continues, in up to k_max branches where it is uncertain.
+- *resolve*: the verify result says which tokens are committed and which branch survives (`resolve.py`).
+- *adopt*: the surviving branch is the pending draft of the next round.
+
+The policies (`policies.py`) differ in what a drafter does when it is called, nowhere else. Whether the target and the
+draft really work at the same time is up to `Overlap`; the tokens are the same.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..runtime.base import Step
 from ..runtime.overlap import Overlap
 from .accounting import Accounting
-from .drafter import Drafter, NoDrafter
+from .draft_source import DraftSource, NoDraft
+from .in_flight import RoundsInFlight
 from .outputs import Recorder
 from .state import Feedback
 from .target import Target
@@ -22,97 +29,88 @@ from .verifier import Verifier
 
 
 class Parts(NamedTuple):
-    """Who takes part in a generation."""
+    """The parts of a generation."""
 
     target: Target  # runs the large model
-    drafter: Drafter | NoDrafter  # runs the small one
-    verifier: Verifier  # compares what they say
-    text: Text  # holds what is agreed
-    recorder: Recorder  # keeps scores and the like for the caller
+    drafter: DraftSource  # proposes draft tokens
+    verifier: Verifier  # accepts or rejects them
+    text: Text  # holds what is committed
+    recorder: Recorder  # keeps scores and other outputs for the caller
     accounting: Accounting  # counts
 
 
-def rounds(parts: Parts, overlap: Overlap, feedback: Feedback, turns: Iterable[int]) -> Feedback:
-    """Rounds until the text is complete, or until something else is to be tried.
+def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[int]) -> Feedback:
+    """Run rounds until the text is complete, or `rounds` is exhausted.
 
     Args:
-        parts: who takes part.
-        beside: runs the target's pass beside the draft's work, or before it.
-        feedback: what the last verdict meant.
-        turns: one for each round that may be taken.
+        parts: the parts of the generation.
+        overlap: runs the target's pass at the same time as the draft's work, or before it.
+        feedback: what the last round meant.
+        rounds: one item per round that may be taken.
     """
     target, drafter, verifier, text = parts.target, parts.drafter, parts.verifier, parts.text
-    lead = max_rounds_in_flight(parts)
-    in_flight: deque[Step] = deque()  # rounds whose verdicts the host has not heard
-    for _ in turns:
-        while (
-            in_flight
-            and not text.finished
-            and (len(in_flight) > lead or text.may_finish(len(in_flight) * drafter.most))
-        ):
-            feedback = finish_round(parts, in_flight.popleft())
+    in_flight = RoundsInFlight(text, drafter)
+    for _ in rounds:
+        while not text.finished and in_flight.must_finish_one():
+            feedback = finish_round(parts, in_flight.pop())
         if text.finished:
             break
-        text.in_flight = len(in_flight) * drafter.most
+        in_flight.announce()
         with overlap.working("draft"):
-            draft_tokens = text.padded(drafter.draft(feedback, text.reach))
+            draft_tokens = text.padded(drafter.propose(feedback, text.reach))  # adopts what survived, then drafts
         verified = overlap.start(target.verify, draft_tokens)
         with overlap.working("branch"):
             branches = drafter.branch(text.reach)
-        in_flight.append(verified())
-        verifier(in_flight[-1], draft_tokens, branches, drafter.drafted)
-    for step in in_flight:
-        if text.finished:  # begun before the host knew
-            verifier.host_copies.skip()
-            overlap.give_up()
-        else:
-            feedback = finish_round(parts, step)
-    text.in_flight = 0
-    parts.accounting.settle()
+        step = verified()
+        verifier(step, draft_tokens, branches, drafter.drafted)
+        in_flight.push(step)
+    feedback = finish_all(parts, overlap, in_flight, feedback)
+    parts.accounting.flush()
     text.stream_out()
     return feedback
 
 
-def max_rounds_in_flight(parts: Parts) -> int:
-    """How many rounds may begin before the host has heard the last verdict.
+def finish_round(parts: Parts, step: Step) -> Feedback:
+    """Resolve a round on the host: commit the tokens, count them, and return what that means for the drafter."""
+    text, verifier, recorder, accounting = parts.text, parts.verifier, parts.recorder, parts.accounting
+    if text.static_shapes:  # the last round's tokens, while the device works on this one
+        accounting.flush()
+        text.stream_out()
+    results = verifier.results()
+    rows = text.commit(results, recorder.scores_so_far(verifier.scores))
+    parts.target.check_room()
+    if not text.static_shapes:
+        text.stream_out()
+    recorder.add(step, verifier.scores, text.queries_of(rows))
+    accounting.add(results, rows)
+    return Feedback(
+        result=text.result.to(parts.drafter.device),
+        features=verifier.features,
+        moved=any(row.complete and row.survivor > 0 for row in rows),
+        draft_ended=0 in accounting.pending,
+    )
 
-    One, where the device knows how to go on: it has told itself what the verdict means, a single row goes on in any
-    case unless it ends, and the drafter does the same whatever was said. So the device need not wait for the host. A
-    round begun behind the end of the text is given up.
-    """
-    text = parts.text
-    round_result = text.resolved_on_device and len(text.lengths) == 1 and not text.stopper.called
-    return int(round_result and parts.drafter.same_every_round)
+
+def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedback: Feedback) -> Feedback:
+    """Finish the rounds that are in flight; those that were started after the end of the text count nowhere."""
+    while in_flight:
+        step = in_flight.pop()
+        if parts.text.finished:
+            parts.verifier.host_copies.skip()
+            overlap.discard_round()
+        else:
+            feedback = finish_round(parts, step)
+    in_flight.close()
+    return feedback
 
 
 def read_prompt(parts: Parts) -> Feedback:
-    """The first token comes from the target alone; the draft reads the prompt once it is out."""
+    """Generate the first token with the target alone; the draft reads the prompt once it is out."""
     step = parts.target.prefill()
-    nobody = NoDrafter(parts.verifier.nothing)
+    nobody = NoDraft(parts.verifier.nothing)
     parts.verifier(step, *nobody.nothing, nobody.drafted)
     feedback = finish_round(parts, step)
     parts.text.stream_out()
     if not parts.text.finished:
         parts.drafter.prefill(parts.text.prompt_length)
     return feedback
-
-
-def finish_round(parts: Parts, step: Step) -> Feedback:
-    """End a round: the verdict, the text it adds, and what that means for the drafter."""
-    text, verifier, recorder, accounting = parts.text, parts.verifier, parts.recorder, parts.accounting
-    if text.static_shapes:  # what the last round added, while the device works on this one
-        accounting.settle()
-        text.stream_out()
-    results = verifier.results()
-    rejection_branches = text.commit(results, recorder.scores_so_far(verifier.scores))
-    parts.target.check_room()
-    if not text.static_shapes:
-        text.stream_out()
-    recorder.add(step, verifier.scores, text.queries_of(rejection_branches))
-    accounting.note(results, rejection_branches)
-    return Feedback(
-        round_result=text.round_result.to(parts.drafter.device),
-        features=verifier.features,
-        moved=any(row_result.complete and row_result.survivor > 0 for row_result in rejection_branches),
-        draft_ended=0 in accounting.pending_lengths(),
-    )

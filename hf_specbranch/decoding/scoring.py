@@ -133,7 +133,7 @@ class Guide:
         self.called = prompt  # of the next that the forks have not seen; shorter once the line has ended
 
     @classmethod
-    def overlap(cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> Guide:
+    def for_draft(cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> Guide:
         """Fork the forkable ones; leave out the rest, which must not see drafts."""
         usable = [p for p in processors if not is_opaque(p) or can_guide(p)]
         return cls([p.fork() if is_opaque(p) else p for p in usable], prompt, ends)

@@ -1,4 +1,4 @@
-"""Branches beside the main one. They share the text before their fork and live in slots behind the line."""
+"""Side branches: they share the text before their first token and live in slots after the pending draft."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .scoring import Guide, Prefixes
 
 
 class SideBranches:
-    """Up to `most` branches a row: a token at the column where each forks off the line, and `depth` tokens behind it.
+    """Up to `most` side branches per row: a first token in some column, and `depth` tokens after it.
 
     Args:
-        desk: where the memory comes from.
-        line: the line they fork from.
+        buffers: where the memory comes from.
+        pending: the pending draft that they branch off.
         model: the draft model.
         most: how many there can be.
-        depth: how many tokens to draft behind the first.
+        depth: how many tokens to draft after the first.
     """
 
     def __init__(self, buffers: Buffers, pending: PendingDraft, model: DraftModel, most: int, depth: int) -> None:
         rows = pending.count
         self.pending, self.model, self.most, self.depth = pending, model, most, depth
         self.count = most  # how many there are at the moment
-        self.point = buffers.tensor("siblings.point", (rows, 1))  # the branch point's column: slots count from there
-        self.forks = buffers.tensor("siblings.forks", (rows, most))  # the column of each one's first token
-        self.tokens = buffers.tensor("siblings.tokens", (rows, most, depth + 1))
-        self.confidence = buffers.tensor("siblings.confidence", (rows, most, depth), torch.float32)
-        self.scores = buffers.tensor("siblings.scores", (rows, most, depth, model.vocabulary), torch.float32)
-        # The main branch may fill `depth + 1` slots from the branch point on; each sibling has `depth` after these.
+        self.point = buffers.tensor("side.point", (rows, 1))  # the branch point's column: slots count from there
+        self.forks = buffers.tensor("side.forks", (rows, most))  # the column of each one's first token
+        self.tokens = buffers.tensor("side.tokens", (rows, most, depth + 1))
+        self.confidence = buffers.tensor("side.confidence", (rows, most, depth), torch.float32)
+        self.scores = buffers.tensor("side.scores", (rows, most, depth, model.vocabulary), torch.float32)
+        # The main branch may fill `depth + 1` slots from the branch point on; each side branch has `depth` after these.
         first = depth + 1 + depth * torch.arange(most, device=pending.device)
-        self.slot_offsets = buffers.tensor("siblings.slots", (most, depth))
+        self.slot_offsets = buffers.tensor("side.slots", (most, depth))
         self.slot_offsets.copy_(first[:, None] + torch.arange(depth, device=pending.device))
         self.guides: list[Guide] = []
 
@@ -56,10 +56,10 @@ class SideBranches:
         self.tokens[:, : self.count, 0] = tokens
         self.guides = [self.model.guide.fork() for _ in range(self.count)] if self.model.guide is not None else []
         for guide in self.guides:
-            guide.rewind(int(point[0]))  # with a guide all forks are at the branch point
+            guide.rewind(int(point[0]))  # with a guide, all side branches start at the branch point
 
     def inputs(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens to feed in this step, their columns and their slots: [B, W] each."""
+        """Return the tokens to feed in this step, their columns and their slots: [B, W] each."""
         return (
             self.tokens[:, : self.count, step],
             self.forks[:, : self.count] + step,
@@ -67,14 +67,14 @@ class SideBranches:
         )
 
     def visible(self, step: int, shown: int) -> Tensor:
-        """[B, W, shown]: the text before the fork, and the sibling's own slots so far."""
+        """[B, W, shown]: the text before the first token, and the branch's own slots so far."""
         slots, own_slots = self.model.slots[:shown], self.slots
         before = (slots < self.forks[:, : self.count, None]) & self.model.seen[:, None, :shown]
         own = (slots >= own_slots[:, :, :1]) & (slots <= own_slots[:, :, step : step + 1])
         return before | own
 
     def extend(self, step: int, logits: Tensor) -> None:
-        """Choose each sibling's next token from logits [B, W, V] behind its tip."""
+        """Choose the next token of each branch from logits [B, W, V]."""
         q = self.model.distribution(logits, lambda: self.prefixes(step), self.guides)
         confidence, likeliest = q.max(-1)
         generator = self.pending.generator
@@ -83,17 +83,17 @@ class SideBranches:
         self.tokens[:, : self.count, step + 1] = likeliest if generator is None else draw(q, generator)
 
     def prefixes(self, step: int) -> Prefixes:
-        """The text before the fork, and the sibling's own tokens."""
+        """Return the text before each branch's next token: the shared text, and its own tokens."""
         forks = self.forks[:, : self.count]
         ids = self.pending.ids[:, None].repeat(1, self.count, 1)  # [B, W, C]
         ids.scatter_(2, forks[:, :, None] + self.pending.offsets[: step + 1], self.tokens[:, : self.count, : step + 1])
         return Prefixes(ids, forks + step + 1)
 
     def adopt(self, winner: Tensor) -> None:
-        """Make the winning sibling of each row its line: its keys and values move to the line's columns.
+        """Make the surviving side branch of each row its pending draft: its keys and values move to their columns.
 
         Args:
-            winner: [B] which sibling, or -1 for none.
+            winner: [B] which side branch, or NONE.
         """
         pending, depth, wins, chosen = self.pending, self.depth, (winner >= 0)[:, None], winner.clamp(min=0)
         columns = self.forks[pending.rows, chosen][:, None] + pending.offsets[: depth + 1]  # [B, depth + 1]

@@ -7,25 +7,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .resolve import NONE, Drafted, Resolution, resolve
+
 
 class TreeLeaves(NamedTuple):
-    """Runner-up tokens that the target checks beside a chain."""
+    """Alternatives to single draft tokens, which the target verifies in the same pass."""
 
     tokens: Tensor  # [B, W]
-    at: Tensor  # [B, W] the chain position each stands at, or -1: there is none
+    at: Tensor  # [B, W] the draft position each is an alternative for, or NONE: there is no such leaf
 
     def to(self, device: torch.device) -> TreeLeaves:
         return TreeLeaves(self.tokens.to(device), self.at.to(device))
 
 
 class DraftTokens(NamedTuple):
-    """Drafted tokens on their way to the target, row by row."""
+    """The draft tokens under verification, row by row."""
 
     tokens: Tensor  # [B, N]
     length: Tensor  # [B] how many are real
-    scores: Tensor | None = None  # [B, N, V] the draft's distributions, where the tokens were drawn from them
+    scores: Tensor | None = None  # [B, N, V] the draft's distributions `q`, where the tokens were drawn from them
     leaves: TreeLeaves | None = None
-    memory: int = -1  # names the desk it lies on; captured stages have read its address
+    memory: int = -1  # names the static buffers that hold the tokens; captured stages have read their address
 
     def to(self, device: torch.device) -> DraftTokens:
         scores = None if self.scores is None else self.scores.to(device)
@@ -33,77 +35,103 @@ class DraftTokens(NamedTuple):
         return DraftTokens(self.tokens.to(device), self.length.to(device), scores, leaves, self.memory)
 
 
-class Branches(NamedTuple):
-    """What was drafted for the verdicts that may come: the main branch first, then its siblings."""
+class BranchStarts(NamedTuple):
+    """The first tokens of the branches drafted for likely verify results: the main branch first."""
 
-    tokens: Tensor  # [B, K] the token each starts with
-    at: Tensor  # [B, K] the chain position where the verdict must end for it to live on; -1: there is no such branch
+    tokens: Tensor  # [B, K] the token each branch starts with
+    at: Tensor  # [B, K] how many draft tokens must be accepted for it to live on; NONE: there is no such branch
     scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
-    following: Tensor | None = None  # [B, K] the token behind the first, where runners-up may skip to it
+    following: Tensor | None = None  # [B, K] the second token of each, where a leaf continuation may skip to it
 
-    def to(self, device: torch.device) -> Branches:
+    def to(self, device: torch.device) -> BranchStarts:
         scores = None if self.scores is None else self.scores.to(device)
         following = None if self.following is None else self.following.to(device)
-        return Branches(self.tokens.to(device), self.at.to(device), scores, following)
+        return BranchStarts(self.tokens.to(device), self.at.to(device), scores, following)
 
 
 class VerifyResult(NamedTuple):
-    """One row's verdict and what was drafted when it came, on the host."""
+    """One row's verify result and what was drafted at that time, on the host."""
 
-    accepted: int  # chain tokens the target agreed with
+    accepted: int  # draft tokens that the target agreed with
     token: int  # its own token after them
-    survivor: int  # the branch that starts with that token (and goes on with the bonus), or -1
-    continuation: int  # the target's token behind that, where that was a runner-up it had checked; else -1
-    draft_tokens: int  # drafted tokens the target looked at
-    main: int  # tokens behind them on the line; where the line forks, these are the main branch
-    branches: int  # branches at the fork, the main one included; 0 where the line does not fork (or in PEARL)
-    rejection_branches: int  # branches at earlier positions
-    leaves: int  # runners-up the target checked
-    drafted: int  # tokens drafted in this round
-    sent_tokens: list[int]
+    survivor: int  # the branch that starts with that token (and goes on with the leaf continuation), or NONE
+    continuation: int  # the target's token after its own, where that was a tree leaf; else NONE
+    drafted: Drafted
+    sent_tokens: list[int]  # the draft tokens under verification, and padding
 
     @classmethod
-    def of(cls, numbers: list[int]) -> VerifyResult:
-        static_shapes = len(cls._fields) - 1
-        return cls._make([*numbers[:static_shapes], numbers[static_shapes:]])
+    def unpack(cls, numbers: list[int]) -> VerifyResult:
+        """Read a row as the verifier wrote it."""
+        counts = 4 + len(Drafted._fields)
+        accepted, token, survivor, continuation = numbers[:4]
+        return cls(accepted, token, survivor, continuation, Drafted(*numbers[4:counts]), numbers[counts:])
 
     @property
     def offered(self) -> list[int]:
-        """The tokens the verdict allows."""
-        continuation = [] if self.continuation < 0 else [self.continuation]
-        return [*self.sent_tokens[: self.accepted], self.token, *continuation]
+        """The tokens that the text may gain."""
+        more = [] if self.continuation < 0 else [self.continuation]
+        return [*self.sent_tokens[: self.accepted], self.token, *more]
+
+    @property
+    def has_continuation(self) -> bool:
+        return self.continuation >= 0
+
+    def resolve(self, committed: int, finished: bool, depth: int) -> Resolution:
+        """Apply the rule of a round; see `resolve.resolve`."""
+        return resolve(self.drafted, self.accepted, self.survivor, self.has_continuation, committed, finished, depth)
+
+
+RESULT_NUMBERS = 4 + len(Drafted._fields)  # of a packed verify result, before the draft tokens
 
 
 class RowResult(NamedTuple):
-    """What a verdict meant for one row, on the host."""
+    """What a round meant for one row, on the host; the fields of `RoundResult`."""
 
     committed: int  # tokens added to the text
-    accepted: int  # chain tokens the target agreed with
+    accepted: int  # draft tokens that the target agreed with
     token: int  # its own token after them
-    survivor: int  # the branch that goes on behind what the verdict allowed, or -1
-    continuation: int  # the target's token behind its own, or -1
+    survivor: int  # the branch that goes on after what the verify result allowed, or NONE
+    continuation: int  # the target's token after its own, or NONE
     finished: bool  # the row's text is complete
 
     @property
-    def allowed(self) -> int:
-        """How many tokens the verdict allowed."""
-        return self.accepted + 1 + (self.continuation >= 0)
-
-    @property
     def complete(self) -> bool:
-        """Whether everything the verdict allowed was committed; a stop, or a slower row, may cut it short."""
-        return self.committed == self.allowed
+        """Whether everything that was allowed was committed; a stop, or a slower row, may leave less."""
+        return self.committed == self.accepted + 1 + (self.continuation >= 0)
 
 
-class Feedback(NamedTuple):
-    """What the verdicts of a round meant, for the drafter."""
+class RoundResult:
+    """What a round meant for all rows, on the device: one tensor [7, B] with a name for each row of it.
 
-    round_result: Tensor  # [7, B] the fields of `RowResult`, and the length of the text
-    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
-    moved: bool  # some row goes on with a sibling
-    draft_ended: bool  # some row has no drafted line left
+    Kernels read and write it in this order (`kernels/rounds/memory.py`).
+    """
+
+    FIELDS = (*RowResult._fields, "length")
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed  # [7, B]
+        self.committed, self.accepted, self.token, self.survivor, self.continuation = packed[:5]  # [B] each
+        self.finished_flag, self.length = packed[5], packed[6]  # [B]; the text's length, in columns
 
     @property
     def finished(self) -> Tensor:
         """[B] bool: the row's text is complete."""
-        return self.round_result[5] > 0
+        return self.finished_flag > 0
+
+    def to(self, device: torch.device) -> RoundResult:
+        return self if device == self.packed.device else RoundResult(self.packed.to(device))
+
+
+class Feedback(NamedTuple):
+    """What a round meant, for the drafter."""
+
+    result: RoundResult
+    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
+    moved: bool  # in some row a side branch becomes the pending draft
+    draft_ended: bool  # some row has no pending draft left
+
+
+__all__ = [
+    "NONE", "RESULT_NUMBERS", "BranchStarts", "DraftTokens", "Drafted", "Feedback", "Resolution", "RoundResult",
+    "RowResult", "TreeLeaves", "VerifyResult",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The target's side of a round: one pass over the last committed token and the chain."""
+"""The target's side of a round: one pass over the last committed token and the draft tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..fallback import FallBack
+from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
 from ..runtime.base import Step
 from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
@@ -21,13 +22,13 @@ from .text import Text
 
 
 class Target:
-    """Verifies chains with one model for a batch of rows.
+    """Runs the target over draft tokens, for a batch of rows.
 
     Slot and column agree: a token in column `c` of the text has its keys and values in slot `base + c`, where
     `base` counts tokens that are in the cache but not in the text (a chat's first turn, or embedded inputs).
 
     Args:
-        desk: where the memory comes from and the pass runs.
+        buffers: where the memory comes from and the pass runs.
         runner: the target model and its cache.
         text: the committed text.
         prefill: runs the prompt through the model's own generation path and returns its output.
@@ -40,9 +41,8 @@ class Target:
         tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
         further: what else the forward is given after the prompt.
         axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
+        in_triton: make the inputs of a pass in one kernel.
     """
-
-    only_our_kernels = False  # see `Buffers.run`
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class Target:
         tokens_alone: bool = False,
         further: ModelInputs | None = None,
         axes: Tensor | None = None,
+        in_triton: bool = False,
     ) -> None:
         self.buffers, self.runner, self.device = buffers, runner, runner.device
-        self.text, self.run_prefill, self.outputs, self.stats = text, prefill, outputs, stats
+        self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
@@ -70,7 +71,7 @@ class Target:
         self.axes = axes if axes is not None and bool(axes.any()) else None  # text alone has the same on all axes
         if runner.rotary:
             runner.lag = self.first_position.max() - self.first_position
-        # What is drafted, or fills up rows with a short chain, must not leave the context.
+        # Draft tokens, and padding of short drafts, must not leave the context.
         last = self.base + text.stopper.max_length - 1
         if runner.learned_positions is not None:
             last = min(last, runner.learned_positions - 1 - int(first_position.max()))
@@ -99,7 +100,7 @@ class Target:
         return Step(logits, output.get("hidden_states"), output.get("attentions"))
 
     def verify(self, draft_tokens: DraftTokens) -> Step:
-        """Logits [B, N + 1 + W, V]: at each chain position, at the branch point, and behind each runner-up."""
+        """Return logits [B, N + 1 + W, V]: at each draft position, at the branch point, and after each tree leaf."""
         leaves = 0 if draft_tokens.leaves is None else draft_tokens.leaves.tokens.shape[1]
         shown = self.base + self.text.reach + draft_tokens.tokens.shape[1] + leaves
         self.runner.reserve(draft_tokens.tokens.shape[0], shown)
@@ -110,11 +111,11 @@ class Target:
         shown, queries = self.runner.bucket(shown), draft_tokens.tokens.shape[1] + 1 + leaves
         key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, self.base, draft_tokens.memory)
         stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
-        self.buffers.run(key, lambda: self._keep_step(stage()), self.only_our_kernels)
+        self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=self.in_triton)
         return self._kept_step(queries)
 
     def check_room(self) -> None:
-        """Refuse to go on behind the positions that the model has learned, as it does itself."""
+        """Refuse to go on after the last position that the model has learned, as it does itself."""
         if max(self.text.lengths) > self.room:
             raise ValueError(
                 f"the text has outgrown the {self.runner.learned_positions} positions that "
@@ -129,9 +130,9 @@ class Target:
             self.runner.rotary.advance(fed, torch.empty(1, dtype=like.dtype, device=like.device))
 
     def read_skipped_token(self) -> None:
-        """Put the keys and values of a runner-up that has become text where others look for them.
+        """Read a tree leaf that has become text, so that its keys and values are in their place.
 
-        Rounds with runners-up do so by themselves; this is for those who take over from them.
+        Rounds with tree leaves do so by themselves; this is for another plan that takes over.
         """
         if self.text.skips:
             rows = self.text.ids[:, :0]
@@ -159,26 +160,49 @@ class Target:
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)
 
     def _pass(self, draft_tokens: DraftTokens, shown: int, forward: Callable[..., Step]) -> Step:
-        tokens, columns = self.text.verify_inputs(draft_tokens)  # [B, N + 1]
-        if draft_tokens.leaves is None:
+        make = self._inputs_in_triton if self.in_triton else self._inputs_in_torch
+        inputs = make(draft_tokens, shown)
+        step = forward(inputs.tokens, inputs.positions, inputs.slots, inputs.visible, **self.outputs)
+        return step if draft_tokens.leaves is None else self._without_first(step)
+
+    # ---- one operation, in torch and in Triton
+
+    def _inputs_in_torch(self, draft_tokens: DraftTokens, shown: int) -> ForwardInputs:
+        """Return what the target reads: the last token and the draft; with leaves also the token before, and these."""
+        tokens, columns = self.text.last_and_draft(draft_tokens)  # [B, N + 1]
+        leaves = draft_tokens.leaves
+        if leaves is None:
             slots = (columns + self.base).to(self.device)
             visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
-            return forward(tokens.to(self.device), self._positions(slots), slots, visible, **self.outputs)
+            return ForwardInputs(tokens.to(self.device), slots, self._positions(slots), visible)
         again, before = self.text.before_last()
-        tokens = torch.cat([again, tokens, draft_tokens.leaves.tokens.to(tokens.device)], dim=1).to(self.device)
+        tokens = torch.cat([again, tokens, leaves.tokens.to(tokens.device)], dim=1).to(self.device)
         slots = (torch.cat([before, columns], dim=1) + self.base).to(self.device)  # [B, N + 2]
         visible = self.slots[:shown] <= slots[:, :, None]
-        # A runner-up sees the chain before its place, and itself, in a slot behind the chain.
-        places = (slots[:, 1:2] + 1 + draft_tokens.leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
-        own = slots[:, -1:] + 1 + self.slots[: draft_tokens.leaves.at.shape[1]]  # [B, W]
+        # A leaf sees the draft tokens before its position, and itself, in a slot after the draft.
+        places = (slots[:, 1:2] + 1 + leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
+        own = slots[:, -1:] + 1 + self.slots[: leaves.at.shape[1]]  # [B, W]
         sees = (self.slots[:shown] < places) | (self.slots[:shown] == own[:, :, None])
         visible = torch.cat([visible, sees], dim=1) & self.seen[:, None, :shown]
         positions = self._positions(torch.cat([slots, places[:, :, 0]], dim=1))
-        slots = torch.cat([slots, own], dim=1)
-        return self._without_first(forward(tokens, positions, slots, visible, **self.outputs))
+        return ForwardInputs(tokens, torch.cat([slots, own], dim=1), positions, visible)
+
+    def _inputs_in_triton(self, draft_tokens: DraftTokens, shown: int) -> ForwardInputs:
+        """The same in one kernel."""
+        rows, count = draft_tokens.tokens.shape
+        leaves = None if draft_tokens.leaves is None else (draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+        queries = count + 1 if leaves is None else count + 2 + leaves[0].shape[1]
+        inputs = empty_inputs(rows, queries, min(shown, self.slots.shape[0]), self.device)
+        verify_inputs(
+            self.text.ids, self.text.result.packed, draft_tokens.tokens, leaves, self.first_position, self.last,
+            self.seen, self.base, inputs,
+        )  # fmt: skip
+        return inputs
+
+    # ----
 
     def _without_first(self, step: Step) -> Step:
-        """Without the token that was read again."""
+        """Drop the token that was read again."""
         states = cast("tuple[Tensor, ...] | None", step.hidden_states)
         return Step(step.logits[:, 1:], None if states is None else tuple(state[:, 1:] for state in states))
 
@@ -189,7 +213,7 @@ class Target:
     def _positions(self, slots: Tensor) -> Tensor:
         return (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)
 
-    # ---- what a captured pass leaves behind
+    # ---- the results of a captured pass
 
     def _keep_step(self, step: Step) -> None:
         queries = step.logits.shape[1]

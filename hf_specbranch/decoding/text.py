@@ -1,4 +1,4 @@
-"""The committed text: tokens, where each row ends, and who is told."""
+"""The committed text: its tokens, where each row ends, and streaming."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..runtime.host_copies import DeviceCopy
 from ..runtime.static_buffers import Buffers
-from .acceptance import NO_TOKEN, NONE, Acceptance
+from .acceptance import NO_TOKEN, Acceptance
+from .resolve import NONE
 from .scoring import Prefixes
-from .state import DraftTokens, RowResult, VerifyResult
+from .state import DraftTokens, RoundResult, RowResult, VerifyResult
 from .stopping import Stopper
 
 ScoresSoFar = Callable[[int], tuple[Tensor, ...]]
@@ -23,7 +24,7 @@ class Text:
     """Prompt and committed tokens of a batch.
 
     Args:
-        desk: where the memory comes from.
+        buffers: where the memory comes from.
         prompt: [B, P] token ids, left-padded.
         capacity: room for this many columns.
         stopper: decides where a row ends.
@@ -49,13 +50,10 @@ class Text:
         self.ids = buffers.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
         self.columns = torch.arange(capacity, out=buffers.tensor("text.columns", (capacity,)))
-        # Outcome and length of every row, [7, B]: what the host tells the device once a round.
-        self.round_result = buffers.tensor("text.told", (7, rows))
-        self.round_result[4] = NONE
-        self.round_result[6] = self.prompt_length
-        # [B] each: the branch that lives on; the last bonus token; columns of each row
-        self.survivor, self.continuation, self.length = self.round_result[3], self.round_result[4], self.round_result[6]
-        self.device_copy = DeviceCopy(self.round_result)
+        self.result = RoundResult(buffers.tensor("text.result", (len(RoundResult.FIELDS), rows)))
+        self.result.continuation.fill_(NONE)
+        self.result.length.fill_(self.prompt_length)
+        self.device_copy = DeviceCopy(self.result.packed)
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
         self.done = list(ended) or [False] * rows  # the row gains nothing more
@@ -64,12 +62,11 @@ class Text:
         self.appended = [0] * rows  # of these, how many await `commit`; only for rows in step
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
-        self.skips = False  # the last round has added a runner-up, which the target has not read in its place
+        self.skips = False  # the last round has added a tree leaf, whose keys and values are not in their place
         self.first_gain = 0.0  # when the first was
-        self.resolved_on_device = (
-            False  # a judge writes `round_result` itself, as if nothing but the longest length ended a row
-        )
-        self.in_flight = 0  # tokens at most that verdicts have added which the host has not heard
+        # The verifier writes `result` itself, as if nothing but the longest length ended a row.
+        self.resolved_on_device = False
+        self.in_flight = 0  # the most tokens that rounds in flight may have added
 
     @property
     def finished(self) -> bool:
@@ -81,7 +78,7 @@ class Text:
         return max(self.lengths) + self.in_flight
 
     def may_finish(self, in_flight: int) -> bool:
-        """Whether so many more tokens would make some row as long as it may get."""
+        """Whether so many more tokens could take some row to its longest length."""
         return max(self.lengths) + in_flight >= self.stopper.max_length
 
     def ended_rows(self, pause: int | None) -> tuple[bool, ...]:
@@ -89,24 +86,31 @@ class Text:
         at_end = (not self.stopper.eos.isdisjoint(tokens[-1:]) for tokens in self.new)
         return tuple(done and (n != pause or end) for done, n, end in zip(self.done, self.lengths, at_end))
 
+    @property
+    def length(self) -> Tensor:
+        """[B] columns of each row, on the device."""
+        return self.result.length
+
     # ---- views
 
-    def verify_inputs(self, draft_tokens: DraftTokens) -> tuple[Tensor, Tensor]:
-        """The last committed token followed by the chain, and their columns: both [B, N + 1]."""
+    def last_and_draft(self, draft_tokens: DraftTokens) -> tuple[Tensor, Tensor]:
+        """Return the last committed token followed by the draft tokens, and their columns: both [B, N + 1]."""
         last = self.length[:, None] - 1
         columns = last + self.columns[: draft_tokens.tokens.shape[1] + 1]
         tokens = torch.cat([self.ids.gather(1, last), draft_tokens.tokens.to(self.ids.device)], dim=1)
         return tokens, columns
 
     def before_last(self) -> tuple[Tensor, Tensor]:
-        """A token to be read again, and its column: both [B, 1]. A runner-up that was right was read in a place where
-        nobody finds it; it stands before the bonus token. Elsewhere the last token is read twice.
+        """Return a token to be read again, and its column: both [B, 1].
+
+        A tree leaf that became text was read in a scratch slot; it stands before the leaf continuation. Elsewhere the
+        last token is read twice.
         """
-        column = self.length[:, None] - 1 - (self.continuation >= 0)[:, None].long()
+        column = self.length[:, None] - 1 - (self.result.continuation >= 0)[:, None].long()
         return self.ids.gather(1, column), column
 
     def leaf_prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
-        """The text up to each runner-up, itself included."""
+        """Return the text up to each tree leaf, the leaf included."""
         assert draft_tokens.leaves is not None
         leaves, at = draft_tokens.leaves.tokens, draft_tokens.leaves.at.clamp(min=0)
         columns = self.length[:, None] + self.columns[: draft_tokens.tokens.shape[1]]
@@ -115,23 +119,24 @@ class Text:
         return Prefixes(ids.scatter(2, places[:, :, None], leaves[:, :, None]), places + 1)
 
     def prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
-        """The text before each chain position and before the branch point."""
+        """Return the text before each draft position and before the branch point."""
         count = draft_tokens.tokens.shape[1]
         columns = self.length[:, None] + self.columns[:count]
         ids = self.ids.scatter(1, columns, draft_tokens.tokens)  # [B, C]
         return Prefixes(ids[:, None].expand(-1, count + 1, -1), self.length[:, None] + self.columns[: count + 1])
 
     def before_round(self) -> tuple[Tensor, Tensor]:
-        """The text [B, longest], and the length [B] each row had before the last round's tokens."""
-        return self.ids[:, : max(self.lengths)], self.length - self.round_result[0]
+        """Return the text [B, longest], and the length [B] each row had before the last round."""
+        return self.ids[:, : max(self.lengths)], self.length - self.result.committed
 
     def so_far(self) -> Tensor:
         """[B, L] the text of rows in step."""
         return self.ids[:, : self.lengths[0]].clone(memory_format=torch.contiguous_format)
 
     def padded(self, draft_tokens: DraftTokens) -> DraftTokens:
-        """The chain as plain `generate()` would feed it to rows in step: finished rows read padding, and so does a row
-        after a drafted end-of-sequence token.
+        """Return the draft tokens as plain `generate()` would feed them to rows in step.
+
+        Finished rows read padding, and so does a row after a drafted end-of-sequence token.
         """
         if not self.in_step or not self.stopper.eos or not draft_tokens.tokens.shape[1]:
             return draft_tokens
@@ -150,7 +155,7 @@ class Text:
     # ---- committing
 
     def offer(self, acceptance: Acceptance, continuation: Tensor, draft_tokens: DraftTokens) -> None:
-        """Write what a verdict allows behind the text; how much of it stays is for `commit` to say."""
+        """Write what is accepted after the text; `commit` decides how much of it stays."""
         if self.in_step:
             return
         own, extra = acceptance.token.clamp(min=0)[:, None], continuation.clamp(min=0)[:, None]
@@ -161,40 +166,29 @@ class Text:
         self.ids.scatter_(1, self.length[:, None] + self.columns[: tokens.shape[1]], tokens)
 
     def commit(self, results: list[VerifyResult], scores: ScoresSoFar | None = None) -> list[RowResult]:
-        """Add what the verdicts allow, token by token, as far as the stopping criteria let each row go.
+        """Add what the verify results allow, token by token, as far as the stopping criteria let each row go.
 
         Args:
-            reports: one a row.
+            results: one per row.
             scores: what stopping criteria are shown after `n` tokens of this round, if scores are recorded.
         """
-        offered = [verify_result.offered for verify_result in results]
+        offered = [result.offered for result in results]
         if not self.in_step:
             gained = self._advance(offered, scores)
         else:
-            if not any(self.appended):  # otherwise the judge has done so already
-                self._advance_in_step(offered, [verify_result.accepted for verify_result in results], scores)
+            if not any(self.appended):  # otherwise the verifier has done so already
+                self._advance_in_step(offered, [result.accepted for result in results], scores)
             gained, self.appended = self.appended, [0] * len(results)
         self.first_gain = self.first_gain or time.perf_counter()
         self.gained += sum(gained)
-        self.skips = any(verify_result.continuation != NONE for verify_result in results)
-        rejection_branches = [
-            RowResult(
-                count,
-                verify_result.accepted,
-                verify_result.token,
-                verify_result.survivor,
-                verify_result.continuation,
-                done,
-            )
-            for count, verify_result, done in zip(gained, results, self.done)
+        self.skips = any(result.has_continuation for result in results)
+        rows = [
+            RowResult(count, result.accepted, result.token, result.survivor, result.continuation, done)
+            for count, result, done in zip(gained, results, self.done)
         ]
-        if (
-            not self.resolved_on_device
-            or any(self.done)
-            or not all(row_result.complete for row_result in rejection_branches)
-        ):
-            self.device_copy.send([list(map(int, field)) for field in (*zip(*rejection_branches), self.lengths)])
-        return rejection_branches
+        if not self.resolved_on_device or any(self.done) or not all(row.complete for row in rows):
+            self.device_copy.send([list(map(int, field)) for field in (*zip(*rows), self.lengths)])
+        return rows
 
     def _advance(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:
         gained = [0] * len(offered)
@@ -223,13 +217,13 @@ class Text:
         """Add one column to rows in step, padding in finished rows, and ask the stopping criteria.
 
         Args:
-            tokens: one a row.
+            tokens: one per row.
             agreed: whether each is the drafted one.
             scores: as in `commit`.
 
         Returns:
-            Whether the target's pass says what follows: no row has left its chain, or has ended where the chain does
-            not go on with padding.
+            Whether the target's pass covers what follows: no row has left its draft, or has ended where the draft does
+            not continue with padding.
         """
         for b, token in enumerate(tokens):
             self._check_token(b, token)
@@ -255,10 +249,10 @@ class Text:
                 f"every token is masked (-inf), or some score is infinite or NaN"
             )
 
-    def queries_of(self, rejection_branches: list[RowResult]) -> list[range]:
-        """Which queries of the last pass stand for text, row by row; in step, finished rows have read padding there."""
-        longest = max(row_result.committed for row_result in rejection_branches)
-        return [range(longest if self.in_step else row_result.committed) for row_result in rejection_branches]
+    def queries_of(self, rows: list[RowResult]) -> list[range]:
+        """Return which queries of the last pass became text, row by row; in step, finished rows read padding there."""
+        longest = max(row.committed for row in rows)
+        return [range(longest if self.in_step else row.committed) for row in rows]
 
     def stream_out(self) -> None:
         """Give the streamer every column that is final in all rows."""

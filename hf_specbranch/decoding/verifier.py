@@ -1,4 +1,8 @@
-"""From the target's logits to a verdict: processors, then the choice or the test."""
+"""The verifier: from the target's logits to a verify result. Processors first, then the choice or the test.
+
+Where a token is accepted: `accept_choices` and `accept_samples` in `acceptance.py`, called by `Verifier.accept`; in
+Triton `kernels/rounds/verify.py`, called by `Verifier._verify_in_triton`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.parallel_build import room as index_memory
+from ..kernels.rounds import Drawn, drawn_choices, verify_draft
 from ..runtime.base import Step
 from ..runtime.host_copies import HostCopies
 from ..runtime.static_buffers import Buffers
 from .acceptance import (
-    NONE,
     Acceptance,
     LeafContinuation,
     accept_choices,
@@ -19,8 +24,9 @@ from .acceptance import (
     continue_leaf,
     draw_if_possible,
 )
+from .resolve import NONE
 from .scoring import ExactScorer, Prefixes, Processor, Scorer, is_opaque
-from .state import Branches, DraftTokens, VerifyResult
+from .state import RESULT_NUMBERS, BranchStarts, DraftTokens, VerifyResult
 from .static_scoring import StaticScorer
 from .text import ScoresSoFar, Text
 
@@ -28,20 +34,19 @@ UNDECIDED = -1
 
 
 class Verifier:
-    """Judges chains and branches by the target's distribution `p`.
+    """Verifies draft tokens and branches against the target's distribution `p`.
 
     Args:
-        desk: where the stage runs.
+        buffers: where the stage runs.
         text: the committed text.
         processors: the user's logits processors.
         vocabulary: how many tokens the target scores.
         draws: sample from `p`; otherwise take its maximum.
-        generator: source of randomness for the verdicts.
+        generator: source of randomness.
         feature_layers: hidden states of the target that the hooks want to see.
-        scores_so_far: what stopping criteria are shown of the scores, see `Recorder`.
+        scores_so_far: what stopping criteria are shown of the scores; see `outputs.Recorder`.
+        in_triton: verify in one kernel, which also writes what the result means for the text.
     """
-
-    only_our_kernels = False  # see `Buffers.run`
 
     def __init__(
         self,
@@ -53,116 +58,103 @@ class Verifier:
         generator: torch.Generator | None,
         feature_layers: tuple[int, ...] = (),
         scores_so_far: Callable[[Tensor], ScoresSoFar | None] = lambda scores: None,
+        in_triton: bool = False,
     ) -> None:
-        self.buffers, self.text, self.processors, self.draws, self.generator = (
-            buffers,
-            text,
-            processors,
-            draws,
-            generator,
-        )
-        self.feature_layers, self.scores_so_far = feature_layers, scores_so_far
+        self.buffers, self.text, self.processors, self.draws = buffers, text, processors, draws
+        self.generator, self.feature_layers, self.scores_so_far = generator, feature_layers, scores_so_far
         self.in_order = any(is_opaque(processor) for processor in processors)
+        self.in_triton = in_triton
+        if in_triton:
+            self.limit = buffers.tensor("verifier.limit", (1,)).fill_(text.stopper.max_length)
+            text.resolved_on_device = True
         self.score: Scorer = ExactScorer(processors)
         if buffers.static_shapes:
             self.score = StaticScorer(processors, buffers, "verifier", vocabulary)
         self.host_copies = HostCopies(text.ids.device)
         rows = text.ids.shape[0]
-        self.nothing = (  # for the round after the prompt, and for those who never draft
+        self.nothing = (  # for the round after the prompt, and for methods that never draft
             DraftTokens(buffers.tensor("nothing.tokens", (rows, 0)), buffers.tensor("nothing.length", (rows,))),
-            Branches(
+            BranchStarts(
                 buffers.tensor("nothing.branches", (rows, 1)), buffers.tensor("nothing.at", (rows, 1)).fill_(NONE)
             ),
         )
-        self.result_memory: dict[int, Tensor] = {}
+        self.result_memory: dict[int, Tensor] = {}  # by the number of draft tokens
         self.feature_memory: Tensor | None = None
         self.features: Tensor | None = None  # [B, layers, H] target hidden states at the last verified position
-        self.scores: Tensor | None = None  # [B, N + 1, V] of the last verdict; only where the stage is not captured
+        self.scores: Tensor | None = None  # [B, N + 1, V] of the last round; only where the stage is not captured
 
     def __call__(
-        self, step: Step, draft_tokens: DraftTokens, branches: Branches, drafted: Callable[[], Tensor]
+        self, step: Step, draft_tokens: DraftTokens, branches: BranchStarts, drafted: Callable[[], Tensor]
     ) -> None:
-        """Reach a verdict, add what it allows to the text, and send a report to the host.
+        """Verify a round on the device: write what is accepted after the text, and send the result to the host.
 
         Args:
             step: logits [B, N + 1 + W, V] from the target, and its hidden states.
-            drafted: says what stands drafted, [B, 6]; see `VerifyResult`.
+            draft_tokens: what the target verified.
+            branches: the branches drafted meanwhile.
+            drafted: returns what is drafted, [B, 6]; the fields of `Drafted`.
         """
         rows, count = draft_tokens.tokens.shape
         if count not in self.result_memory:
-            self.result_memory[count] = self.buffers.tensor(
-                f"report{count}", (rows, len(VerifyResult._fields) - 1 + count)
-            )
-        verify_result = self.result_memory[count]
-        self.features = self._room_for_features(step)
+            self.result_memory[count] = self.buffers.tensor(f"result{count}", (rows, RESULT_NUMBERS + count))
+        packed, queries = self.result_memory[count], step.logits.shape[1]
+        self.features = self._memory_for_features(step)
+        verify = self._verify_in_triton if self.in_triton else self._verify_in_torch
 
         def stage() -> None:
-            where = self._decide(step.logits, draft_tokens, branches, drafted(), verify_result)
+            where = verify(step.logits, draft_tokens, branches, drafted(), packed)
             if self.features is not None:
                 self.features.copy_(features_at(step, where, self.feature_layers))
 
-        key = (
-            "verifier",
-            count,
-            step.logits.shape[1],
-            branches.tokens.shape[1],
-            self.features is None,
-            draft_tokens.memory,
-        )
-        self.buffers.run(key, stage, self.only_our_kernels)
-        self.host_copies.send(verify_result)
+        key = ("verify", count, queries, branches.tokens.shape[1], self.features is None, draft_tokens.memory)
+        self.buffers.run(key, stage, only_our_kernels=self.in_triton)
+        self.host_copies.send(packed)
 
-    def _decide(
-        self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches, drafted: Tensor, verify_result: Tensor
+    def results(self) -> list[VerifyResult]:
+        """Return the oldest result in flight, one per row. Here the host waits for the device, once per round."""
+        return [VerifyResult.unpack(numbers) for numbers in self.host_copies.read()]
+
+    # ---- one operation, in torch and in Triton
+
+    def _verify_in_torch(
+        self, logits: Tensor, draft_tokens: DraftTokens, branches: BranchStarts, drafted: Tensor, packed: Tensor
     ) -> Tensor:
-        """Judge, offer the text what is allowed, and write the report.
+        """Verify, offer the text what is accepted, and write the packed result.
 
         Returns:
-            [B] which query's logits the last token was chosen from.
+            [B] the query whose logits the last token was chosen from.
         """
         count = draft_tokens.tokens.shape[1]
-        acceptance, self.scores = self.acceptance(logits[:, : count + 1], draft_tokens, branches)
+        acceptance, self.scores = self.accept(logits[:, : count + 1], draft_tokens, branches)
         continuation = self.continue_leaves(acceptance, logits[:, count + 1 :], draft_tokens)
         survivor = self._goes_on(acceptance.survivor, continuation.token, branches)
         self.text.offer(acceptance, continuation.token, draft_tokens)
         said = torch.stack([acceptance.accepted, acceptance.token, survivor, continuation.token], dim=1)
-        verify_result.copy_(
-            torch.cat([said, drafted.to(verify_result.device), draft_tokens.tokens.to(verify_result.device)], dim=1)
-        )
+        packed.copy_(torch.cat([said, drafted.to(packed.device), draft_tokens.tokens.to(packed.device)], dim=1))
         return torch.where(continuation.leaf == NONE, acceptance.accepted, count + 1 + continuation.leaf)
 
-    def results(self) -> list[VerifyResult]:
-        """One a row; here the host waits for the device, once a round."""
-        return [VerifyResult.of(numbers) for numbers in self.host_copies.read()]
+    def _verify_in_triton(
+        self, logits: Tensor, draft_tokens: DraftTokens, branches: BranchStarts, drafted: Tensor, packed: Tensor
+    ) -> Tensor:
+        """The same in one kernel, once the target's choices are known; it also writes the round result."""
+        where = index_memory(draft_tokens.length.shape, torch.long, logits.device)
+        leaves = None if draft_tokens.leaves is None else (draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+        choices = self._all_choices(logits, draft_tokens, branches)
+        verify_draft(
+            choices, (draft_tokens.tokens, draft_tokens.length), (branches.tokens, branches.at), branches.following,
+            leaves, drafted, self.text.ids, self.text.result.packed, self.limit, packed, where,
+        )  # fmt: skip
+        return where
 
-    def continue_leaves(self, acceptance: Acceptance, logits: Tensor, draft_tokens: DraftTokens) -> LeafContinuation:
-        """The token behind the verdict's, where the target has checked that one as a runner-up.
+    # ---- in torch
 
-        Args:
-            logits: [B, W, V] behind the runners-up.
-        """
-        if draft_tokens.leaves is None:
-            none = torch.full_like(acceptance.token, NONE)
-            return LeafContinuation(none, none)
-        device = self.text.ids.device
-        draft_tokens = draft_tokens.to(device)
-        assert draft_tokens.leaves is not None
-        logits = logits.to(device=device, dtype=torch.float32)
-        choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(draft_tokens)))
-        return continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
-
-    def _goes_on(self, survivor: Tensor, continuation: Tensor, branches: Branches) -> Tensor:
-        """[B] the surviving branch, unless the bonus token behind its first is not its next."""
-        if branches.following is None:
-            return survivor
-        following = branches.following.to(survivor.device).gather(1, survivor.clamp(min=0)[:, None])[:, 0]
-        return torch.where((continuation == NONE) | (continuation == following), survivor, NONE)
-
-    def acceptance(self, logits: Tensor, draft_tokens: DraftTokens, branches: Branches) -> tuple[Acceptance, Tensor]:
-        """The verdict and the processed scores [B, N + 1, V].
+    def accept(self, logits: Tensor, draft_tokens: DraftTokens, branches: BranchStarts) -> tuple[Acceptance, Tensor]:
+        """Return which draft tokens are accepted, and the processed scores [B, N + 1, V].
 
         Args:
             logits: [B, N + 1, V] from the target.
+            draft_tokens: what it verified.
+            branches: the branches drafted meanwhile.
         """
         device = self.text.ids.device
         logits = logits.to(device=device, dtype=torch.float32)
@@ -176,14 +168,39 @@ class Verifier:
             choices = self._choose(scores)
         return accept_choices(choices, draft_tokens.tokens, draft_tokens.length, branches.tokens, branches.at), scores
 
+    def continue_leaves(self, acceptance: Acceptance, logits: Tensor, draft_tokens: DraftTokens) -> LeafContinuation:
+        """Return the token after the target's own, where that was verified as a tree leaf.
+
+        Args:
+            acceptance: how far the target follows the draft.
+            logits: [B, W, V] after the leaves.
+            draft_tokens: what the target verified.
+        """
+        if draft_tokens.leaves is None:
+            none = torch.full_like(acceptance.token, NONE)
+            return LeafContinuation(none, none)
+        device = self.text.ids.device
+        draft_tokens = draft_tokens.to(device)
+        assert draft_tokens.leaves is not None
+        logits = logits.to(device=device, dtype=torch.float32)
+        choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(draft_tokens)))
+        return continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
+
     def score_columns(self, logits: Tensor, first: int) -> Tensor:
-        """The processed scores [B, Q, V] after columns `first` onward of text that is final."""
+        """Return the processed scores [B, Q, V] after columns `first` onward of text that is final."""
         ids = self.text.ids[:, None].expand(-1, logits.shape[1], -1)
         lengths = (first + 1 + self.text.columns[: logits.shape[1]]).expand(logits.shape[0], -1)
         logits = logits.to(device=ids.device, dtype=torch.float32)
         return self.score(logits, lambda: Prefixes(ids, lengths))
 
-    def _test(self, scores: Tensor, draft_tokens: DraftTokens, branches: Branches) -> Acceptance:
+    def _goes_on(self, survivor: Tensor, continuation: Tensor, branches: BranchStarts) -> Tensor:
+        """[B] the surviving branch, unless the leaf continuation is not its second token."""
+        if branches.following is None:
+            return survivor
+        following = branches.following.to(survivor.device).gather(1, survivor.clamp(min=0)[:, None])[:, 0]
+        return torch.where((continuation == NONE) | (continuation == following), survivor, NONE)
+
+    def _test(self, scores: Tensor, draft_tokens: DraftTokens, branches: BranchStarts) -> Acceptance:
         assert draft_tokens.scores is not None
         at_point = scores.new_zeros((scores.shape[0], 1, scores.shape[2]))
         q = torch.cat([draft_tokens.scores, at_point], dim=1)  # [B, N + 1, V]
@@ -201,14 +218,14 @@ class Verifier:
         )
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The target's token at each position: [..., V] to [...]."""
+        """Return the target's token at each position: [..., V] to [...]."""
         return draw_if_possible(scores.softmax(-1), self.generator) if self.draws else scores.argmax(-1)
 
     def _choose_in_order(self, logits: Tensor, draft_tokens: DraftTokens) -> tuple[Tensor, Tensor]:
-        """Processors, choice, stopping criteria, one token after the other: just the calls of plain `generate()`.
+        """Call processors, choose, call stopping criteria, one token after the other, as plain `generate()` does.
 
-        Each token becomes text before anybody is asked about the next. As soon as one unfinished row leaves its chain,
-        the rest is undecided for all of them: rows advance in step, so that a processor sees one rectangular batch.
+        Each token becomes text before the next one is chosen. As soon as one unfinished row leaves its draft, the rest
+        is undecided for all of them: rows advance in step, so that a processor sees one rectangular batch.
         """
         rows, positions, _ = logits.shape
         choices = torch.full((rows, positions), UNDECIDED, device=logits.device)
@@ -227,23 +244,44 @@ class Verifier:
                 break
         return choices, scores
 
-    def _room_for_features(self, step: Step) -> Tensor | None:
+    # ---- in Triton
+
+    def _all_choices(self, logits: Tensor, draft_tokens: DraftTokens, branches: BranchStarts) -> Tensor:
+        """[B, N + 1 + W]: the target's token at each draft position, at the branch point, and after each leaf."""
+        scores = self.score(logits.float(), lambda: self._all_prefixes(draft_tokens)) if self.processors else logits
+        if not self.draws:
+            return scores.argmax(-1)
+        shape = (*scores.shape[:2], scores.shape[2] + 1)
+        noise = torch.empty(shape, device=scores.device).exponential_(generator=self.generator)
+        if draft_tokens.scores is None:
+            return drawn_choices(scores, noise, None)
+        drawn = Drawn(draft_tokens.tokens, draft_tokens.length, draft_tokens.scores, *branches[:3])
+        return drawn_choices(scores, noise, drawn)
+
+    def _all_prefixes(self, draft_tokens: DraftTokens) -> Prefixes:
+        """Return the text before each of these."""
+        before = self.text.prefixes(draft_tokens)
+        if draft_tokens.leaves is None:
+            return before
+        after = self.text.leaf_prefixes(draft_tokens)
+        return Prefixes(*(torch.cat(both, dim=1) for both in zip(before, after)))
+
+    def _memory_for_features(self, step: Step) -> Tensor | None:
         if not self.feature_layers or step.hidden_states is None or not step.is_aligned:
             return None
         if self.feature_memory is None:
             like = step.hidden_states[self.feature_layers[0]]  # [B, Q, H]
             shape = (like.shape[0], len(self.feature_layers), like.shape[2])
-            memory = self.buffers.tensor("features", shape, like.dtype)
-            self.feature_memory = memory
+            self.feature_memory = self.buffers.tensor("features", shape, like.dtype)
         return self.feature_memory
 
 
-def features_at(step: Step, accepted: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """[B, layers, H]: the target's hidden states where the verdict's last token was chosen."""
+def features_at(step: Step, where: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """[B, layers, H]: the target's hidden states at the query [B] whose logits the last token was chosen from."""
     assert step.hidden_states is not None
     states = []
-    for layer in layers:  # those of a split model live on several devices
+    for layer in layers:  # those of a split model are on several devices
         state = step.hidden_states[layer]
-        rows = torch.arange(accepted.shape[0], device=state.device)
-        states.append(state[rows, accepted.to(state.device)].to(accepted.device))
+        rows = torch.arange(where.shape[0], device=state.device)
+        states.append(state[rows, where.to(state.device)].to(where.device))
     return torch.stack(states, dim=1)

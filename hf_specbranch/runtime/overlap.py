@@ -129,8 +129,8 @@ class Overlap:
         done = (after - once for once, after in zip(before, self._counted(what)))
         self.spans[what].append((begin, self.clock.now(), Totals(0.0, *done)))
 
-    def give_up(self) -> None:
-        """The last round was begun in vain; it counts nowhere."""
+    def discard_round(self) -> None:
+        """Take the last round out of all counts: it was started after the end of the text."""
         done = {what: spans.pop()[2] for what, spans in self.spans.items()}
         stats, drafted = self.stats, done["draft"] + done["branch"]
         stats.row_passes -= done["verify"].forwards

@@ -1,4 +1,4 @@
-"""Stands between a loop and its parts, and notes what each did and when."""
+"""Wraps the parts of the loop, and records what each did and when."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch
 
-from ..decoding.acceptance import NONE
 from ..decoding.accounting import Accounting
-from ..decoding.drafter import Drafter, NoDrafter
+from ..decoding.draft_source import DraftSource
+from ..decoding.drafter import Drafter
 from ..decoding.loop import Parts
-from ..decoding.state import Branches, DraftTokens, Feedback, RowResult, VerifyResult
+from ..decoding.resolve import NONE
+from ..decoding.state import BranchStarts, DraftTokens, Feedback, RowResult, VerifyResult
 from ..decoding.target import Target
 from ..runtime.base import Step
 from ..runtime.overlap import Clock
@@ -26,33 +27,35 @@ class TimelineObserver:
     Example:
         >>> from hf_specbranch import load_demo_pair, specbranch
         >>> target, draft, tokenizer = load_demo_pair()
-        >>> watch, inputs = Watch(), tokenizer("def add(a, b):", return_tensors="pt")
-        >>> out = specbranch(target, draft).generate(**inputs, max_new_tokens=8, speculation_observer=watch)
-        >>> len(watch.line.committed)
+        >>> observer, inputs = TimelineObserver(), tokenizer("def add(a, b):", return_tensors="pt")
+        >>> out = specbranch(target, draft).generate(**inputs, max_new_tokens=8, speculation_observer=observer)
+        >>> len(observer.tokens.committed)
         8
     """
 
     def __init__(self) -> None:
-        self.pending = TokenLog()
+        self.tokens = TokenLog()
         self.notes: list[dict[str, Any]] = []  # blocks, with moments in place of seconds
-        self.verdict_moments: list[Any] = []
+        self.result_moments: list[Any] = []
+        self.clock: Clock | None = None
 
     def __call__(self, parts: Parts) -> Parts:
-        """The same parts, watched."""
+        """Return the same parts, observed. Called again whenever another plan takes over."""
         rows = len(parts.text.lengths)
         if rows != 1:
             raise ValueError(f"a timeline shows one text, this batch has {rows}: pass one prompt at a time")
-        self.clock = Clock(parts.target.device, parts.drafter.device)
+        self.clock = self.clock or Clock(parts.target.device, parts.drafter.device)
         self.stats = parts.accounting.stats
         return parts._replace(
             target=cast(Target, ObservedTarget(parts.target, self)),
-            drafter=cast(Drafter, ObservedDrafter(parts.drafter, self)),
+            drafter=cast(DraftSource, ObservedDrafter(parts.drafter, self)),
             accounting=cast(Accounting, ObservedAccounting(parts.accounting, self)),
         )
 
     @contextmanager
     def working(self, lane: str, name: str, device: torch.device, forwards: int | None = None) -> Iterator[list[Any]]:
-        """Notes a block; the rows of tokens it is about are to be put into the list."""
+        """Record a block; the caller puts the rows of tokens that it is about into the list."""
+        assert self.clock is not None
         rows: list[Any] = []
         before, begin = self.stats.draft_forwards, self.clock.now()
         yield rows
@@ -61,32 +64,35 @@ class TimelineObserver:
         end = self.clock.now()
         count = self.stats.draft_forwards - before if forwards is None else forwards
         self.notes.append(
-            {"lane": lane, "name": name, "round": self.pending.round, "begin": begin, "end": end, "rows": rows,
+            {"lane": lane, "name": name, "round": self.tokens.round, "begin": begin, "end": end, "rows": rows,
              "forwards": count}
         )  # fmt: skip
 
-    def conclude(self, verify_result: VerifyResult, row_result: RowResult) -> None:
-        """A round is over."""
-        this = self.pending.round
-        self.pending.settle(verify_result, row_result)
-        self.verdict_moments.append(self.clock.now())
+    def finish_round(self, result: VerifyResult, row: RowResult, depth: int) -> None:
+        """Record what a round meant."""
+        assert self.clock is not None
+        this = self.tokens.round
+        self.tokens.resolve(result, row, result.resolve(row.committed, row.finished, depth))
+        self.result_moments.append(self.clock.now())
         for note in self.notes:
-            if note["round"] == this and note["lane"] == TARGET and row_result.complete:
-                note["gives"] = len(self.pending.committed) - 1
+            if note["round"] == this and note["lane"] == TARGET and row.complete:
+                note["gives"] = len(self.tokens.committed) - 1
 
     def blocks(self) -> list[Block]:
-        """All work, by the time it began."""
+        """Return all work, by the time it began."""
+        assert self.clock is not None
         seconds = self.clock.seconds
         blocks = [Block(**{**n, "begin": seconds(n["begin"]), "end": seconds(n["end"])}) for n in self.notes]
         return sorted((b for b in blocks if b.forwards), key=lambda block: block.begin)
 
     def verdicts(self) -> list[float]:
-        """When each round ended."""
-        return [self.clock.seconds(moment) for moment in self.verdict_moments]
+        """Return when each round ended."""
+        assert self.clock is not None
+        return [self.clock.seconds(moment) for moment in self.result_moments]
 
 
 class Observed:
-    """A part of the loop, as it is, but for the methods that a subclass notes."""
+    """A part of the loop as it is, except for the methods that a subclass records."""
 
     def __init__(self, part: Any, observer: TimelineObserver) -> None:
         self.part, self.observer = part, observer
@@ -96,66 +102,68 @@ class Observed:
 
 
 class ObservedTarget(Observed):
-    """Notes the target's passes."""
+    """Records the target's passes."""
 
     def prefill(self) -> Step:
         with self.observer.working(TARGET, PROMPT, self.part.device, forwards=1):
             return cast(Step, self.part.prefill())
 
     def verify(self, draft_tokens: DraftTokens) -> Step:
-        verified = self.observer.pending.pending[: int(draft_tokens.length[0])]
+        verified = self.observer.tokens.pending[: int(draft_tokens.length[0])]
         with self.observer.working(TARGET, "verify", self.part.device, forwards=1) as rows:
             rows.append(verified)
             return cast(Step, self.part.verify(draft_tokens))
 
 
 class ObservedDrafter(Observed):
-    """Notes the draft's stages, and the tokens that each put down."""
-
-    part: Drafter | NoDrafter
+    """Records the draft's stages, and the tokens that each of them drafts."""
 
     def prefill(self, length: int) -> None:
         with self.observer.working(DRAFT, PROMPT, self.part.device):
             self.part.prefill(length)
 
-    def draft(self, feedback: Feedback, reached: int) -> DraftTokens:
+    def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         with self.observer.working(DRAFT, "draft", self.part.device) as rows:
-            draft_tokens = self.part.draft(feedback, reached)
-        rows += [new for new in [self._new_on_line(DRAFT)] if new]
+            draft_tokens: DraftTokens = self.part.propose(feedback, reached)
+        rows += [new for new in [self._new_pending(DRAFT)] if new]
         return draft_tokens
 
-    def branch(self, reached: int) -> Branches:
+    def branch(self, reached: int) -> BranchStarts:
         with self.observer.working(BRANCHES, "draft ahead", self.part.device) as rows:
-            branches = self.part.branch(reached)
-        rows += [new for new in [self._new_on_line(BRANCHES)] if new]
-        rows += self._siblings(branches)
+            branches: BranchStarts = self.part.branch(reached)
+        rows += [new for new in [self._new_pending(BRANCHES)] if new]
+        rows += self._side_branches(branches)
         return branches
 
-    def _new_on_line(self, lane: str) -> list[int]:
-        if isinstance(self.part, NoDrafter):
+    def _new_pending(self, lane: str) -> list[int]:
+        if not isinstance(self.part, Drafter):
             return []
-        pending = self.part.pending
+        pending = self.part.round.pending
         start, end = int(pending.start[0]), int(pending.end[0])
         columns = torch.arange(start, end, device=pending.device)
         confidences = pending.confidence[0, columns % pending.ring].tolist()
-        return self.observer.pending.extend(pending.ids[0, start:end].tolist(), confidences, lane)
+        return self.observer.tokens.extend(pending.ids[0, start:end].tolist(), confidences, lane)
 
-    def _siblings(self, branches: Branches) -> list[list[int]]:
-        """The tokens of every branch beside the main one, a row each."""
-        if isinstance(self.part, NoDrafter):
+    def _side_branches(self, branches: BranchStarts) -> list[list[int]]:
+        """Return the tokens of every side branch, one row each."""
+        if not isinstance(self.part, Drafter):
             return []
-        side_branches, ours = self.part.side_branches, self.observer.pending
+        side, log = self.part.round.side, self.observer.tokens
         at = branches.at[0].tolist()
         for branch in (index for index in range(1, len(at)) if at[index] != NONE):
-            tokens = side_branches.tokens[0, branch - 1].tolist()
-            confidences = [None, *side_branches.confidence[0, branch - 1].tolist()]
-            ours.side_branches[branch] = ours.put_down(tokens, confidences, BRANCHES, branch)
-        return list(ours.side_branches.values())
+            tokens = side.tokens[0, branch - 1].tolist()
+            confidences = [None, *side.confidence[0, branch - 1].tolist()]
+            log.side[branch] = log.add(tokens, confidences, BRANCHES, branch)
+        return list(log.side.values())
 
 
 class ObservedAccounting(Observed):
-    """Notes the verdicts."""
+    """Records what each round meant."""
 
-    def note(self, results: list[VerifyResult], rejection_branches: list[RowResult]) -> None:
-        self.part.note(results, rejection_branches)
-        self.observer.conclude(results[0], rejection_branches[0])
+    def add(self, results: list[VerifyResult], rows: list[RowResult]) -> None:
+        self.part.add(results, rows)
+        self.observer.finish_round(results[0], rows[0], self.part.depth)
+
+    def close(self) -> None:
+        self.part.close()
+        self.observer.tokens.roll_back()

@@ -13,9 +13,9 @@ from .recording import Recording
 
 
 def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recording:
-    """Continue a prompt and note every pass of both models, every drafted token and every verdict.
+    """Continue a prompt and record every pass of both models, every drafted token and every verify result.
 
-    Rounds are driven from the host, so that everything can be looked at; on a GPU that is slower than an unwatched
+    Rounds are driven from the host, so that everything can be seen; on a GPU that is slower than an unobserved
     generation, whose stages are captured whole. Record once before the recording that counts: the first
     generation of a model also pays for everything that happens once.
 
@@ -38,21 +38,20 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
         arguments["tokenizer"] = tokenizer
     arguments |= {"return_dict_in_generate": True, "speculation_observer": observer}
     stats = model.generate(**inputs, **arguments).stats
-    pending = observer.pending
-    tokens = {each.token for each in pending.drafted} | {each.token for each in pending.committed}
+    log = observer.tokens
+    tokens = {each.token for each in log.drafted} | {each.token for each in log.committed}
     texts = token_texts(tokenizer, tokens, anchor=int(inputs["input_ids"][0, -1]))
-    return Recording(
-        stats.policy, prompt, pending.drafted, pending.committed, observer.blocks(), observer.verdicts(), stats, texts
-    )
+    blocks, verdicts = observer.blocks(), observer.verdicts()
+    return Recording(stats.policy, prompt, log.drafted, log.committed, blocks, verdicts, stats, texts)
 
 
 def as_if_captured(config: SpecBranchConfig, device: torch.device, cheap: bool = True) -> SpecBranchConfig:
-    """The settings with "auto" decided as an unwatched generation would, whose stages are captured on a GPU.
+    """The settings with "auto" decided as an unobserved generation would, whose stages are captured on a GPU.
 
     Args:
         config: settings.
         device: of the target.
-        cheap: the draft is small beside its target.
+        cheap: the draft is small compared with its target.
     """
     captured = device.type == "cuda" and config.runtime != "eager"
     return config.decided(captured, cheap, alone=config.length_head is None)

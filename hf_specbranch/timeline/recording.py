@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 from ..stats import SpecBranchStats
 
-ACCEPTED, ROLLED_BACK, LOST = "accepted", "rolled back", "lost"
+ACCEPTED, ROLLED_BACK, WASTED = "accepted", "rolled back", "wasted"
 TARGET, DRAFT, BRANCHES = "target", "draft", "branches"
 PROMPT = "read the prompt"  # the name of both models' first block
 
 
 @dataclass
 class DraftedToken:
-    """A token that the draft put down, and what became of it."""
+    """A token that the draft model drafted, and what became of it."""
 
     token: int
     round: int  # in which it was drafted
-    lane: str  # DRAFT: before the target's pass; BRANCHES: beside it
-    branch: int  # 0 on the line, from 1 on the siblings
+    lane: str  # DRAFT: before the target's pass; BRANCHES: while it runs
+    branch: int  # 0 in the pending draft, from 1 on in a side branch
     confidence: float | None = None  # the draft's largest probability there, where it is known
-    fate: str = ""  # ACCEPTED, ROLLED_BACK or LOST
-    settled: int = -1  # the round whose verdict decided
+    fate: str = ""  # ACCEPTED, ROLLED_BACK or WASTED
+    settled: int = -1  # the round that decided
 
 
 class CommittedToken(NamedTuple):
@@ -30,18 +30,18 @@ class CommittedToken(NamedTuple):
 
     token: int
     round: int
-    drafted: int | None  # which drafted token it is; None where the target said it unasked
+    drafted: int | None  # which drafted token it is; None for a token of the target's own
 
 
 class Block(NamedTuple):
-    """One piece of work: a target pass, a draft stage or a branch stage."""
+    """One piece of work: a target pass, a propose stage or a branch stage."""
 
     lane: str  # TARGET, DRAFT or BRANCHES
     name: str  # e.g. "verify"
     round: int
     begin: float  # seconds since the loop began
     end: float
-    rows: list[list[int]]  # drafted tokens by index: those verified, or those drafted, a row for each branch
+    rows: list[list[int]]  # drafted tokens by index: those verified, or those drafted, one row per branch
     forwards: int  # model passes in it
     gives: int | None = None  # of a target pass: which committed token is its own
 
@@ -60,7 +60,7 @@ class Recording:
         drafted: every drafted token.
         committed: every new token of the text, in order.
         blocks: all work, by the time it began.
-        verdicts: for each round, when its verdict was out.
+        verdicts: for each round, when its verify result was known.
         stats: what the generation counted itself.
         texts: how each token reads.
     """
@@ -76,7 +76,7 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the loop to the last verdict."""
+        """From the beginning of the loop to the last verify result."""
         return self.verdicts[-1] if self.verdicts else 0.0
 
     @property
@@ -86,7 +86,7 @@ class Recording:
 
     def fates(self) -> dict[str, int]:
         """How many drafted tokens ended in each way."""
-        counts = {fate: 0 for fate in (ACCEPTED, ROLLED_BACK, LOST)}
+        counts = {fate: 0 for fate in (ACCEPTED, ROLLED_BACK, WASTED)}
         for each in self.drafted:
             counts[each.fate] += 1
         return counts

@@ -13,7 +13,7 @@ from .count import count_drafted
 from .draws import Drawn, drawn_choices
 from .fork import fork
 from .inputs import open_branches, pending_inputs, verify_inputs
-from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers
+from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, empty_inputs
 from .rejections import find_likely_rejections
 from .resolve import AfterRound, adopt, resolve_pending
 from .send import SentDraft, send
@@ -30,6 +30,7 @@ __all__ = [
     "advance",
     "count_drafted",
     "drawn_choices",
+    "empty_inputs",
     "find_likely_rejections",
     "fork",
     "open_branches",

@@ -23,7 +23,7 @@ def advance(
     further: int = 0,
     epsilon: float = 0.0,
     sticky: bool = False,
-    side_branches: SideBranchBuffers | None = None,
+    side: SideBranchBuffers | None = None,
     step: int = 0,
     noise: Tensor | None = None,
 ) -> None:
@@ -44,12 +44,12 @@ def advance(
         step: which step of theirs this is.
         noise: [B, Q, V'] of exponential random numbers, with which tokens are drawn; None takes the likeliest.
     """
-    others = 0 if side_branches is None else side_branches.most
+    others = 0 if side is None else side.most
     nobody = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
-    depth = side_branches.depth if side_branches is not None else 1
+    depth = side.depth if side is not None else 1
     _advance_kernel[(pending.rows, 1 + others)](
         logits, pending.confidence if noise is None else noise, pending.ids, *pending[2:], count, flag, bound,
-        *(side_branches or nobody), *inputs, positions,
+        *(side or nobody), *inputs, positions,
         further, epsilon, step, logits.stride(0), logits.stride(1),
         min(logits.shape[2], pending.vocabulary), pending.vocabulary, pending.ids.stride(0), pending.ring, others,
         depth, positions.stride(0), inputs.tokens.stride(0), inputs.visible.stride(0), inputs.visible.stride(1),
@@ -60,7 +60,7 @@ def advance(
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
          "depth", "positions_stride", "inputs_stride", "visible_row", "visible_query", "queries")  # fmt: skip
 def _advance_kernel(
-    logits: Value, noise: Value, ids: Value, end: Value, fed: Value, following: Value, confidence: Value,
+    logits: Value, noise: Value, ids: Value, end: Value, cached: Value, following: Value, confidence: Value,
     scores: Value, count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
     side_slots: Value,
@@ -104,7 +104,7 @@ def _advance_kernel(
         entry = row * (ring + 1) + tip % ring
         tl.store(confidence + entry, sure)
         tl.store(following + row, best.to(tl.int64))
-        tl.store(fed + row, tip)
+        tl.store(cached + row, tip)
         out = scores + entry * vocabulary
         goes = tl.load(flag + row).to(tl.int1) & (tip < tl.load(bound + row) + further) & (sure >= epsilon)
         if STICKY:

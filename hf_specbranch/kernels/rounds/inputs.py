@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers
+from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, load_round_result, load_text_length
 
 MOST = 4096  # slots looked at, at a time
 
@@ -69,7 +69,7 @@ def verify_inputs(
 
     Args:
         ids: [B, C] the text.
-        told: [7, B]; see `Text.round_result`.
+        round_result: [7, B] packed; see `RoundResult` in `decoding.state`.
         chain: [B, N].
         leaves: runners-up [B, W] and their chain positions, or None.
         first_position: [B, 1] the position of slot 0.
@@ -147,13 +147,14 @@ def _with_chain_kernel(
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
-    final = tl.load(round_result + 6 * result_stride + row) - 1  # the column of the last token
+    final = load_text_length(round_result, row, result_stride) - 1  # the column of the last token
     ids += row * ids_stride
     if LEAVES:
         nth = query - 1  # from the last token on
     else:
         nth = query
-    skipped = (tl.load(round_result + 4 * result_stride + row) >= 0).to(tl.int64)
+    _, _, _, _, continuation, _ = load_round_result(round_result, row, result_stride)
+    skipped = (continuation >= 0).to(tl.int64)
     column = final + tl.where(nth < 0, -skipped, nth)
     token = tl.load(ids + column, mask=nth <= 0, other=0)
     drafted = tl.load(draft_tokens + row * chain_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)

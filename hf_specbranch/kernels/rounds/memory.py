@@ -1,12 +1,14 @@
-"""The tensors that the kernels of a round share."""
+"""The tensors that the kernels of a round share, and how kernels read and write a round result."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..backend import power_of_two
+from ..backend import Value, jit, power_of_two, tl
+from ..parallel_build import room as index_memory
 
 LARGEST_BLOCK = 8192  # of a vocabulary, at a time
 
@@ -17,7 +19,7 @@ class PendingBuffers(NamedTuple):
     ids: Tensor  # [B, C + 1]; the last column is read by nobody
     start: Tensor  # [B]
     end: Tensor  # [B]
-    fed: Tensor  # [B]
+    cached: Tensor  # [B]
     next: Tensor  # [B]
     confidence: Tensor  # [B, R + 1]
     scores: Tensor  # [B, R + 1, V]
@@ -74,3 +76,46 @@ FEW = 32  # blocks of positions are no shorter, so that one kernel serves chains
 def warps(block: int) -> int:
     """Threads enough for a block of numbers."""
     return min(16, max(1, block // 256))
+
+
+def empty_inputs(rows: int, queries: int, shown: int, device: torch.device) -> ForwardInputs:
+    """Return memory for the inputs of a forward."""
+    tokens, slots, positions = (index_memory((rows, queries), torch.long, device) for _ in range(3))
+    visible = torch.empty((rows, queries, shown), dtype=torch.bool, device=device)
+    return ForwardInputs(tokens, slots, positions, visible)
+
+
+@jit
+def load_round_result(result: Value, row: Value, stride: Value) -> Value:
+    """Return committed, accepted, token, survivor, continuation and finished of a row; see `decoding.state`."""
+    result += row
+    return (
+        tl.load(result),
+        tl.load(result + stride),
+        tl.load(result + 2 * stride),
+        tl.load(result + 3 * stride),
+        tl.load(result + 4 * stride),
+        tl.load(result + 5 * stride) > 0,
+    )
+
+
+@jit
+def load_text_length(result: Value, row: Value, stride: Value) -> Value:
+    """Return the length of a row's text: the last field of the round result."""
+    return tl.load(result + 6 * stride + row)
+
+
+@jit
+def store_round_result(
+    result: Value, row: Value, stride: Value, committed: Value, accepted: Value, token: Value, survivor: Value,
+    continuation: Value, finished: Value, length: Value,
+) -> None:  # fmt: skip
+    """Write all fields of a row's round result."""
+    result += row
+    tl.store(result, committed)
+    tl.store(result + stride, accepted)
+    tl.store(result + 2 * stride, token)
+    tl.store(result + 3 * stride, survivor)
+    tl.store(result + 4 * stride, continuation)
+    tl.store(result + 5 * stride, finished.to(tl.int64))
+    tl.store(result + 6 * stride, length)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Value, constexpr, jit, power_of_two, tl, varying
-from .memory import FEW, PendingBuffers, SideBranchBuffers, warps
+from .memory import FEW, PendingBuffers, SideBranchBuffers, load_round_result, warps
 
 
 class AfterRound(NamedTuple):
@@ -75,15 +75,14 @@ def adopt(
 @jit
 def _winner(round_result: Value, row: Value, stride: Value) -> Value:
     """Which sibling lives on in a row; below 0: none."""
-    committed, accepted = tl.load(round_result + row), tl.load(round_result + stride + row)
-    survivor, continuation = tl.load(round_result + 3 * stride + row), tl.load(round_result + 4 * stride + row)
+    committed, accepted, _, survivor, continuation, _ = load_round_result(round_result, row, stride)
     complete = committed == accepted + 1 + (continuation >= 0).to(tl.int64)
     return tl.where(complete, survivor, 0) - 1
 
 
 @varying("stride", "ids_stride", "ring", "most", "depth", "slots_stride")
 def _resolve_kernel(
-    round_result: Value, ids: Value, start: Value, end: Value, fed: Value, confidence: Value,
+    round_result: Value, ids: Value, start: Value, end: Value, cached: Value, confidence: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_slots: Value,
     slot_positions: Value, limit: Value, survived: Value, room: Value, empty: Value, going: Value, bound: Value,
     count: Value,
@@ -91,13 +90,7 @@ def _resolve_kernel(
     MOVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    committed, accepted, token = (
-        tl.load(round_result + row),
-        tl.load(round_result + stride + row),
-        tl.load(round_result + 2 * stride + row),
-    )
-    survivor, continuation = tl.load(round_result + 3 * stride + row), tl.load(round_result + 4 * stride + row)
-    finished = tl.load(round_result + 5 * stride + row) > 0
+    committed, accepted, token, survivor, continuation, finished = load_round_result(round_result, row, stride)
     complete = committed == accepted + 1 + (continuation >= 0).to(tl.int64)
     missed = complete & (survivor == -1)
     moved = complete & (survivor > 0)
@@ -123,11 +116,11 @@ def _resolve_kernel(
     begin = before + committed
     tip = tl.where(moved, column + 1 + depth, tl.load(end + row))
     tip = tl.where(missed | finished, begin, tip)
-    read = tl.where(moved, tip - 1, tl.load(fed + row))
+    read = tl.where(moved, tip - 1, tl.load(cached + row))
     read = tl.where(missed, tl.minimum(read, column), read)
     tl.store(start + row, begin)
     tl.store(end + row, tip)
-    tl.store(fed + row, read)
+    tl.store(cached + row, read)
     left = tl.where(finished, 0, tl.load(limit) - begin)
     tl.store(survived + row, complete & (missed == 0) & (finished == 0))
     tl.store(room + row, left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import FEW
+from .memory import FEW, load_text_length, store_round_result
 
 
 def verify_draft(
@@ -91,7 +91,7 @@ def _verify_kernel(
         next_token = tl.load(following + row * branch_stride + survivor, mask=survivor >= 0, other=-1)
         survivor = tl.where((continuation == -1) | (continuation == next_token), survivor, -1)
 
-    before = tl.load(round_result + 6 * result_stride + row)
+    before = load_text_length(round_result, row, result_stride)
     ids += row * ids_stride + before
     tl.store(ids + nth, mine, mask=nth < accepted)
     known = tl.maximum(token, 0)
@@ -107,11 +107,7 @@ def _verify_kernel(
 
     most = tl.load(limit)
     committed = tl.minimum(accepted + 1 + (continuation >= 0).to(tl.int64), most - before)
-    round_result += row
-    tl.store(round_result, committed)
-    tl.store(round_result + result_stride, accepted)
-    tl.store(round_result + 2 * result_stride, known)
-    tl.store(round_result + 3 * result_stride, survivor)
-    tl.store(round_result + 4 * result_stride, continuation)
-    tl.store(round_result + 5 * result_stride, (before + committed >= most).to(tl.int64))
-    tl.store(round_result + 6 * result_stride, before + committed)
+    length = before + committed
+    store_round_result(
+        round_result, row, result_stride, committed, accepted, known, survivor, continuation, length >= most, length
+    )

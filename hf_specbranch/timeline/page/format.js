@@ -1,6 +1,6 @@
 // How things read.
 const data = JSON.parse(document.getElementById("data").textContent);
-const FATES = { "accepted": "accepted", "rolled back": "rolled", "lost": "lost" };
+const FATES = { "accepted": "accepted", "rolled back": "rolled", "wasted": "wasted" };
 const LANES = { target: "Target", draft: "Draft", branches: "Branches" };
 
 /** An element with a class and a text; the text is never read as HTML. */
@@ -43,7 +43,7 @@ function numbers(stats) {
   return shown.concat([
     ["num_accepted_tokens", "accepted", stats.num_accepted_tokens, drafted],
     ["rollback_tokens", "rolled back", stats.rollback_tokens, drafted],
-    ["wasted_branch_tokens", "lost on branches", stats.wasted_branch_tokens, drafted],
+    ["wasted_branch_tokens", "wasted on branches", stats.wasted_branch_tokens, drafted],
     ["rollback_rate", "rollback rate", percent(stats.rollback_rate), ""],
     ["branch_hit_rate", "branch hits", percent(stats.branch_hit_rate), `${stats.branch_hits} of ${stats.branch_points}`],
   ]);

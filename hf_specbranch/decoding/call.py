@@ -1,0 +1,148 @@
+"""One `generate()` call as transformers has prepared it, and what follows from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.generation.logits_process import TemperatureLogitsWarper
+
+from ..config import SpecBranchConfig
+from ..runtime.kv_cache import past_length
+from .hooks import LengthHeadHook, SpeculationHook
+from .loop import Parts
+from .model_inputs import USUAL_INPUTS
+from .scoring import Processor, is_opaque
+from .stopping import Stopper
+
+# How a model would say that it does more with a prompt than to read its tokens.
+OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
+# From this temperature on, tokens drawn from the draft were accepted at least as often as its likeliest ones
+# (docs/benchmarks.md). Towards 0 the two become the same, and likeliest tokens need no test against `q`.
+GREEDY_DRAFTS_BELOW = 0.3
+
+
+@dataclass
+class Call:
+    """One `generate()` call as transformers has prepared it."""
+
+    model: PreTrainedModel
+    draft: PreTrainedModel | None
+    config: SpecBranchConfig
+    hooks: Sequence[SpeculationHook]
+    generator: torch.Generator | None
+    input_ids: Tensor  # [B, P]
+    processors: Sequence[Processor]
+    criteria: Sequence[Any]
+    generation_config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+    fills_cache: bool  # the caller's own past_key_values is to be kept up to date
+    observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
+    pause: int | None = None  # the length of text at which this call ends and another continues
+    ended: tuple[bool, ...] = ()  # rows that were complete before
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def stopper(self) -> Stopper:
+        longest = self.generation_config.max_length
+        return Stopper(self.criteria, longest if self.pause is None else min(longest, self.pause))
+
+    @property
+    def slots(self) -> int:
+        """The longest a row may get in the target's cache."""
+        return self.attention().shape[1] + self.stopper.max_length - self.input_ids.shape[1]
+
+    @property
+    def past(self) -> Cache | None:
+        return self.model_kwargs.get("past_key_values")
+
+    @property
+    def all_hooks(self) -> list[SpeculationHook]:
+        """The user's hooks, then the length head; the built-in rules come after these."""
+        head = self.config.length_head
+        if isinstance(head, SpeculationHook):
+            return [*self.hooks, head]
+        return [*self.hooks, LengthHeadHook(head)] if callable(head) else list(self.hooks)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which a sampled text is drawn."""
+        warpers = [each for each in self.processors if isinstance(each, TemperatureLogitsWarper)]
+        return float(warpers[-1].temperature) if warpers else 1.0
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts are drawn from `q`, or are its likeliest tokens.
+
+        A processor that must be called in order gives no `p` for positions ahead, so drafts cannot be tested against
+        it; they can be compared with its choice.
+        """
+        if any(map(is_opaque, self.processors)):
+            return False
+        if self.config.draft_sampling != "auto":
+            return self.config.draft_sampling == "sample"
+        return self.temperature >= GREEDY_DRAFTS_BELOW
+
+    def seeds(self) -> Iterator[int]:
+        """Return seeds for the verifier and for each drafter, apart, so that threads cannot reorder the draws.
+
+        They come from the caller's source of randomness: the same seed gives the same text.
+        """
+        if not self.generation_config.do_sample:
+            return count()
+        source = self.generator
+        where = source.device if source is not None else torch.device("cpu")
+        return count(int(torch.randint(2**62, (1,), generator=source, device=where)))
+
+    def attention(self) -> Tensor:
+        """[B, filled] bool over everything the target will have read, cached tokens included."""
+        mask: Tensor | None = self.model_kwargs.get("attention_mask")
+        if mask is not None:
+            return mask.bool()
+        length = getattr(self.generation_config, "_mask_length", None)
+        if length is None:
+            embedded = self.model_kwargs.get("inputs_embeds")
+            length = self.input_ids.shape[1] if embedded is None else embedded.shape[1]
+        return torch.ones((self.rows, length), dtype=torch.bool, device=self.input_ids.device)
+
+    def first_position(self, attention: Tensor, next_position: Tensor | None) -> Tensor:
+        """[B] the position of slot 0, such that slot `s` after the prompt has position `s + first`.
+
+        Args:
+            attention: [B, filled], see `attention()`.
+            next_position: [B, 1] or [axes, B, 1] of the first new token; None: the model counts slots.
+        """
+        if next_position is None:
+            return torch.zeros(self.rows, dtype=torch.long, device=attention.device)
+        if next_position.ndim == 3:  # those of the text; the others are kept relative to them
+            return -(~attention).sum(1)
+        return next_position[:, 0].expand(self.rows) - attention.shape[1]
+
+    def is_tokens_alone(self, attention: Tensor) -> bool:
+        """Whether all the target is to read are the tokens of the prompt, one after the other, none of them padding.
+
+        Then it may read them in any way; otherwise only the model's own generation path knows how.
+        """
+        given = {name for name, value in self.model_kwargs.items() if value is not None and value is not False}
+        model, length = type(self.model), self.input_ids.shape[1]
+        if given - USUAL_INPUTS or attention.shape[1] != length or (self.past is not None and past_length(self.past)):
+            return False
+        if any(getattr(model, name) is not getattr(GenerationMixin, name) for name in OWN_WAYS):
+            return False
+        positions: Tensor | None = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            usual = torch.arange(length, dtype=positions.dtype, device=positions.device)
+            if not torch.equal(positions, usual.expand(*positions.shape[:-1], -1)):
+                return False
+        return bool(attention.all())
