@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from .renamed import renamed, with_old_names
 
 POLICIES = ("auto", "autoregressive", "vanilla", "pearl", "specbranch")
-RUNTIMES = ("auto", "eager", "graph", "compile")
+RUNTIMES = ("auto", "eager", "graph")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
 # Drafting costs an eager draft much of a target's pass, and it pays to stop early; captured stages take all their steps
@@ -60,12 +61,11 @@ class SpecBranchConfig:
         length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
             `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
             on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
-        runtime: "eager" runs ordinary forwards; "graph" replays stages captured as CUDA graphs; "compile" the same,
-            with the models' layers compiled first (a slower start, faster passes); "auto" takes graphs on CUDA and
-            ordinary forwards elsewhere.
+        runtime: "eager" runs ordinary forwards; "graph" replays stages captured as CUDA graphs; "auto" takes graphs on
+            CUDA and ordinary forwards elsewhere.
         overlap: target and draft work at the same time.
         kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
-            recognised; in compiled layers their attention. "auto" does so in half precision, and leaves float32 models,
+            recognised. "auto" does so in half precision, and leaves float32 models,
             whose tokens are promised to equal plain `generate()`'s one by one, to transformers' own code; True and
             False decide for every dtype. The bookkeeping between forwards takes kernels of our own in either dtype,
             unless this is False.
@@ -93,6 +93,11 @@ class SpecBranchConfig:
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
+        if self.runtime == "compile":
+            warnings.warn(
+                'runtime="compile" is gone: it runs as "auto". The next release refuses it.', FutureWarning, 4
+            )
+            object.__setattr__(self, "runtime", "auto")
         _one_of("runtime", self.runtime, RUNTIMES)
         _one_of("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
         if self.max_draft_length != "auto":

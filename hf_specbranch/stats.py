@@ -40,7 +40,7 @@ class SpecBranchStats:
     """
 
     policy: str = ""
-    runtime: str = ""  # what ran the target: "eager", "graph" or "compile"
+    runtime: str = ""  # what ran the target: "eager" or "graph"
     slowed_by: str = ""  # why rounds were driven step by step from the host although graphs were there; else empty
     graphs_captured: int = 0  # stages that were recorded meanwhile, which takes time; later generations replay them
     new_tokens: int = 0

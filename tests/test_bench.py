@@ -172,9 +172,9 @@ def test_a_way_that_did_not_run_as_asked_is_complained_about(finished):
     slowed = complaints("specbranch", "graph", "a hook runs on the host", wanted="graph")
     assert slowed == ["specbranch was driven step by step from the host: a hook runs on the host"]
     assert "- warning: too slow" in markdown({**report, "warnings": ["too slow"]})
-    assert [Choices(runtime=runtime).expected_runtime("cuda") for runtime in ("auto", "compile")] == [
+    assert [Choices(runtime=runtime).expected_runtime("cuda") for runtime in ("auto", "eager")] == [
         "graph",
-        "compile",
+        "eager",
     ]
 
 

@@ -42,9 +42,7 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
     [
         ("graph", "auto", "fused", "plain"),
         ("graph", False, "plain", "plain"),
-        ("compile", "auto", "compiled, our attention", "compiled"),
-        ("compile", True, "compiled, our attention", "compiled, our attention"),
-        ("compile", False, "compiled", "compiled"),
+        ("graph", True, "fused", "fused"),
     ],
 )
 def test_the_user_decides_whether_our_kernels_run(runtime, kernels, half, single, target, monkeypatch):

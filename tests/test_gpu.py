@@ -8,12 +8,8 @@ from transformers import DynamicCache
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.kernels import interface, parallel_build
-from hf_specbranch.kernels.attention import attend
+from hf_specbranch.kernels import parallel_build
 from hf_specbranch.kernels.parallel_build import DryRun
-from hf_specbranch.runtime.compiled import compiled_layers
-from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, make
 from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -55,14 +51,6 @@ def test_real_text_equals_plain_generate(settings):
         assert torch.equal(got, model.generate(**kwargs))
 
 
-def test_compiled_layers_give_the_same_tokens(target, draft):
-    plain, model, draft = on_gpu(target), specbranch(on_gpu(target)), on_gpu(draft)
-    for seed in range(2):
-        kwargs = {**to_gpu(prompt(length=7 + 5 * seed, seed=seed)), "max_new_tokens": 40, "do_sample": False}
-        got = model.generate(**kwargs, assistant_model=draft, specbranch=config(runtime="compile"))
-        assert torch.equal(got, plain.generate(**kwargs)) and model.specbranch_stats.runtime == "compile"
-
-
 def test_captured_graphs_are_counted(target, draft):
     model, draft = specbranch(on_gpu(target)), on_gpu(draft)
     kwargs = {**to_gpu(prompt()), "max_new_tokens": 24, "do_sample": False, "assistant_model": draft}
@@ -71,32 +59,6 @@ def test_captured_graphs_are_counted(target, draft):
         model.generate(**kwargs, specbranch=config(runtime="graph"))
         counts.append(model.specbranch_stats.graphs_captured)
     assert counts[0] >= 3 and counts[2] == 0  # a pass, a draft, a verdict
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_layers_in_half_precision_call_our_attention(family, monkeypatch):
-    """Chains behind a text in scattered slots: the logits are the model's own, but for rounding."""
-    model = make(family).to("cuda", torch.bfloat16)
-    runner, called = EagerRunner(model, mask_maker_for(model, "target")), []
-    monkeypatch.setattr(interface, "attend", lambda *args: (called.append(args[0].shape[2]), attend(*args))[1])
-    before = model.config._attn_implementation
-    with torch.no_grad():
-        runner.reserve(1, 64)
-        runner.prefill(torch.arange(1, 21, device="cuda")[None], torch.arange(20, device="cuda")[None], None)
-        for queries in (1, 5):
-            offsets = torch.arange(queries, device="cuda")
-            tokens, positions, slots = offsets[None] + 30, offsets[None] + 20, offsets[None] * 7 + 22
-            visible = torch.zeros((1, queries, 64), dtype=torch.bool, device="cuda")
-            visible[:, :, :20] = True
-            visible[0, :, slots[0]] = torch.ones((queries, queries), dtype=torch.bool, device="cuda").tril()
-            expected = runner.forward(tokens, positions, slots, visible).logits.float()
-            assert not called
-            with compiled_layers(model, our_attention=True):
-                got = runner.forward(tokens, positions, slots, visible).logits.float()
-            assert called.count(queries) == model.config.num_hidden_layers
-            assert (got - expected).norm() <= 2e-2 * expected.norm()
-            called.clear()
-    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "auto"])
@@ -137,7 +99,6 @@ def test_fifty_prompts_give_the_same_tokens_whatever_runs_them():
         {"runtime": "eager"},
         {"runtime": "graph"},
         {"runtime": "graph", "kernels": True},
-        {"runtime": "compile"},
     ]
     prompts = [prompt for item in python_prompts() for prompt in (item.prompt, item.prompt + "\n    # ")][:50]
     differing = [0] * len(settings)

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import pytest
@@ -24,10 +25,11 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
-from hf_specbranch.kernels import fuse, fused, register
+from hf_specbranch.kernels import fuse, fused, interface, register
 from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
+from hf_specbranch.kernels.attention_override import original_attention, overriding_attention
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
@@ -39,6 +41,7 @@ from hf_specbranch.kernels.storage import joined
 from hf_specbranch.runtime.kv_cache import SlotCache
 
 from .families import FAMILIES, make
+from .models import attached
 
 choosing = importlib.import_module("hf_specbranch.kernels.autotune")
 fusing = importlib.import_module("hf_specbranch.kernels.fuse")
@@ -359,6 +362,12 @@ def test_attention_is_that_of_transformers(family, softcap, with_sinks):
 
 
 # A fused model
+
+
+def overriding(model):
+    """The attention of a model is ours, as far as its config says."""
+    register()
+    return overriding_attention(model.config, interface.UNCAPPED)
 
 
 def logits_over_branches(model, context=None, device="cpu"):
@@ -689,6 +698,63 @@ def test_the_attention_can_be_asked_for_by_name():
     torch.testing.assert_close(model(ids).logits, expected)
     torch.testing.assert_close(logits_over_branches(model), branches)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), generated)
+
+
+@pytest.mark.parametrize("change", ["nothing", "compiled"])
+def test_attention_by_name_can_be_trained(change):
+    register()
+    model, expected = make("llama").train(), make("llama").train()
+    model.set_attn_implementation("specbranch")
+    ids = torch.arange(1, 13).view(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    run = model if change == "nothing" else torch.compile(model, backend="aot_eager")
+    for each in (expected, run):
+        each(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    for got, wanted in zip(model.parameters(), expected.parameters()):
+        assert torch.allclose(got.grad, wanted.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("contexts", [(fused, fused), (fused, overriding), (overriding, fused)])
+def test_last_context_restores_the_attention(contexts):
+    model = make("gpt-neox").to(torch.bfloat16)
+    first, second = (context(model) for context in contexts)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation != "sdpa" and original_attention(model.config) == "sdpa"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa" and not interface.one_pass.active
+
+
+def test_attention_is_overridden_only_where_a_module_still_needs_it():
+    model = make("llama").to(torch.bfloat16)
+    with fused(model):
+        assert model.config._attn_implementation == "sdpa"
+    with overriding(model):
+        with fused(model):
+            pass
+        assert model.config._attn_implementation != "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_generation_may_begin_while_the_attention_is_overridden():
+    model, draft = (make("llama", seed=seed).to(torch.bfloat16) for seed in (0, 1))
+    model = attached(model)
+    kwargs = dict(input_ids=torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False)
+    with ThreadPoolExecutor(1) as pool, overriding(model):
+        got = pool.submit(model.generate, **kwargs, assistant_model=draft).result()
+    assert got.shape == (1, 16)
+
+
+def test_block_lists_are_forgotten_with_every_pass(monkeypatch):
+    forgotten, model = [], make("llama")
+    monkeypatch.setattr(interface.one_pass, "forget", lambda: forgotten.append(1))
+    with torch.no_grad(), fused(model):
+        forgotten.clear()
+        model(torch.tensor([[1, 2]]))
+        model(torch.tensor([[1, 2]]))
+        assert len(forgotten) == 2
 
 
 def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monkeypatch):

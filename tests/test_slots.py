@@ -81,7 +81,7 @@ def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatc
     )
     layer = drafters[0].model.runner.cache.layers[0]
     assert layer.keys.shape[0] == 1  # one row, whatever the number of branches
-    assert layer.keys.shape[2] == BUCKET + 1  # 100 + 30 + 4 * 4 slots fit the first bucket
+    assert layer.keys.shape[2] == BUCKET  # 100 + 30 + 4 * 4 slots fit the first bucket
 
 
 def test_moving_reads_before_it_writes():
@@ -97,7 +97,7 @@ def test_growing_keeps_what_is_stored():
     states = keys(count=5)
     cache.update(states, states, 0)
     cache.reserve(BUCKET + 1)
-    assert cache.layers[0].keys.shape[2] == 2 * BUCKET + 1
+    assert cache.layers[0].keys.shape[2] == 2 * BUCKET
     assert torch.equal(cache.layers[0].keys[:, :, :5], states)
 
 

@@ -35,6 +35,12 @@ def test_settings_do_not_change():
         SpecBranchConfig().policy = "pearl"
 
 
+def test_runtime_compile_warns_and_runs_as_auto():
+    with pytest.warns(FutureWarning, match='runtime="compile" is gone'):
+        settings = SpecBranchConfig(runtime="compile")
+    assert settings.runtime == "auto" and SpecBranchConfig.from_dict(settings.to_dict()) == settings
+
+
 def test_a_head_object_cannot_be_written_down():
     with pytest.raises(ValueError, match="is an object and cannot be written to JSON"):
         SpecBranchConfig(length_head=lambda survivor: survivor.length).to_dict()

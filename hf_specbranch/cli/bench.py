@@ -76,7 +76,7 @@ def bench(
     each_kernel: Annotated[bool, typer.Option("--each-kernel", help="Also time each kernel of a pass alone.")] = False,
     device: Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of both models' weights in memory.")] = "float32",
-    runtime: Annotated[str, typer.Option(help="Of our ways: auto, eager, graph or compile.")] = "auto",
+    runtime: Annotated[str, typer.Option(help="Of our ways: auto, eager or graph.")] = "auto",
     kernels: Annotated[
         bool | None,
         typer.Option("--kernels/--no-kernels", help="Under graphs, our kernels. Default: in half precision."),

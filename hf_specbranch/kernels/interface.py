@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -45,10 +44,8 @@ def specbranch_attention(
         [B, Q, Hq, D] and None: no weights are kept.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    learns = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
-    if torch.compiler.is_compiling() and attention_mask is not None and dropout == 0 and not learns:
-        return _compiled_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
-    if attention_mask is not None and dropout == 0 and fits(query, key, value, attention_mask):
+    compiling = torch.compiler.is_compiling()  # the compiler cannot look into a kernel of ours
+    if attention_mask is not None and dropout == 0 and not compiling and fits(query, key, value, attention_mask):
         blocks = _blocks(attention_mask, query, key)
         return attend(query, key, value, attention_mask, scaling, softcap, s_aux, blocks), None
     if softcap is None and s_aux is None:
@@ -60,32 +57,6 @@ def specbranch_attention(
         past = key.shape[2] - query.shape[2]
         attention_mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril(past)[None, None]
     return attend_reference(query, key, value, attention_mask, scaling, softcap, s_aux), None
-
-
-@torch.library.custom_op("hf_specbranch::attention", mutates_args=())
-def _compiled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The same inside a compiled layer: one operation, which the compiler does not look into."""
-    if fits(query, key, value, mask):
-        return attend(query, key, value, mask, scaling, softcap, sinks, _blocks(mask, query, key))
-    if softcap is not None or sinks is not None:
-        return attend_reference(query, key, value, mask, scaling, softcap, sinks).contiguous()
-    if (groups := query.shape[1] // key.shape[1]) > 1:  # with a mask sdpa would do so itself, in its slowest way
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    return out.transpose(1, 2).contiguous()
-
-
-@_compiled_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 def _uncapped_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

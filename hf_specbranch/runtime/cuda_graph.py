@@ -22,7 +22,6 @@ from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_override import original_attention
 from ..model_state import state_of
 from .base import Step
-from .compiled import compiled_layers
 from .eager import SMALLEST, EagerRunner, round_up
 from .masks import MaskMaker
 from .module_walk import every_buffer, every_module, every_parameter
@@ -31,9 +30,7 @@ from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
 
-# How the layers of a model run: as transformers wrote them, through our kernels, or compiled, around our attention or
-# their own.
-Layers = Literal["plain", "fused", "compiled", "compiled, our attention"]
+Layers = Literal["plain", "fused"]  # how the layers of a model run: as transformers wrote them, or through our kernels
 MOST_QUERIES = 1024  # longer forwards are bound by the device, and run eagerly
 MANY_QUERIES = 256  # for which libraries do other things than for one
 MOST_BUFFERS = 24  # settings whose stages are kept; the least recently used go
@@ -62,7 +59,7 @@ class GraphRunner(EagerRunner):
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, layers: Layers = "plain") -> None:
         super().__init__(model, masks)
         self.layers = layers
-        self.runtime = "compile" if layers.startswith("compiled") else "graph"
+        self.runtime = "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
         self.fingerprint = 0  # of the model when the runner was made
@@ -148,11 +145,7 @@ class GraphRunner(EagerRunner):
             return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
 
     def _layers(self) -> AbstractContextManager[Any]:
-        if self.layers == "fused":
-            return fused(self.model)
-        if self.layers == "plain":
-            return nullcontext()
-        return compiled_layers(self.model, our_attention=self.layers == "compiled, our attention")
+        return fused(self.model) if self.layers == "fused" else nullcontext()
 
     def _capture(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]

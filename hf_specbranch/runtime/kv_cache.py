@@ -66,11 +66,10 @@ class SlotLayer(CacheLayerMixin):
     @staticmethod
     def _room_for(states: Tensor, capacity: int) -> Tensor:
         rows, heads, _, head_dim = states.shape
-        # One slot more than anyone reads: a compiled layer would otherwise be built anew where all slots are shown.
-        return states.new_zeros((rows, heads, capacity + 1, head_dim))
+        return states.new_zeros((rows, heads, capacity, head_dim))
 
     def grow(self, capacity: int) -> None:
-        if self.is_initialized and self.keys.shape[2] <= capacity:
+        if self.is_initialized and self.keys.shape[2] < capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 new = self._room_for(old, capacity)

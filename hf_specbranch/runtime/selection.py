@@ -38,10 +38,8 @@ def runner_for(
         role: "target" or "draft", for error messages.
         rows: the batch size.
         slots: the longest a row may get; room is made for it in advance where that is reasonable.
-        runtime: "eager", "graph", "compile", or "auto": graphs on CUDA where the model can be captured, eager
-            elsewhere.
-        kernels: run what is recognised of the model through our kernels, under "compile" its attention; "auto": in half
-            precision.
+        runtime: "eager", "graph", or "auto": graphs on CUDA where the model can be captured, eager elsewhere.
+        kernels: run what is recognised of the model through our kernels; "auto": in half precision.
     """
     ours = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
@@ -55,9 +53,7 @@ def runner_for(
     if runtime == "eager" or reason or cuda_graph.why_it_syncs(model, masks):
         yield EagerRunner(model, masks)
         return
-    layers: cuda_graph.Layers = "compiled, our attention" if ours else "compiled"
-    if runtime != "compile":
-        layers = cuda_graph.layers_for(model, masks, rows) if ours else "plain"
+    layers = cuda_graph.layers_for(model, masks, rows) if ours else "plain"
     runner = cuda_graph.take(model, masks, rows, layers)
     aside = ASIDE if role == "draft" else 0
     runner.reserve(rows, min(slots + BRANCHES + aside, UPFRONT))
