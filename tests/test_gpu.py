@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.kernels import parallel_build
-from hf_specbranch.kernels.parallel_build import DryRun
+from hf_specbranch.kernels.parallel_build import ParallelBuilder
 
 from .families import FAMILIES, make
 from .models import POLICIES, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
@@ -62,29 +62,28 @@ def test_captured_graphs_are_counted(target, draft):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "auto"])
-def test_rehearsed_stages_give_the_same_tokens(policy, monkeypatch):
-    """On a machine that seems to have built no kernel yet, for a greedy text and for a drawn one.
+def test_stages_after_a_dry_run_give_the_same_tokens(policy, monkeypatch):
+    """On a machine that seems to have no kernels on disk, for a greedy text and for a sampled one.
 
-    Where all seem to be on disk, the first that each model needs is met to see that, and no other.
+    Where all seem to be on disk, only the first kernel of each model is built in a dry run.
     """
     target, draft, tokenizer = load_demo_pair(device="cuda")
     inputs = tokenizer(python_prompts()[0].prompt, return_tensors="pt").to("cuda")
     settings = config(policy, max_rejection_branches=4 if policy == "specbranch" else 0, tree_leaves=3, kernels=True)
     drawn = {**inputs, "max_new_tokens": 32, "do_sample": True, "top_k": 0}
-    met, drawn_texts = [], []
-    build = DryRun.build
-    for cold in (False, True):
-        met.clear()
-        monkeypatch.setattr(parallel_build, "_cold", [True] if cold else [])
-        monkeypatch.setattr(parallel_build, "LONG", 60.0)  # whatever is built within that was on disk
-        # What is built aside is no model's.
+    built, drawn_texts = [], []
+    build = ParallelBuilder.build
+    for on_disk in (True, False):
+        built.clear()
+        monkeypatch.setattr(parallel_build.build_state, "on_disk", None if on_disk else False)
+        monkeypatch.setattr(parallel_build, "LONG_BUILD", 60.0)  # whatever is built within that was on disk
         monkeypatch.setattr(
-            DryRun, "build", lambda self, *args: (self.tells and met.append(args[0]), build(self, *args))
-        )
+            ParallelBuilder, "build", lambda self, *args: (self.detects and built.append(args[0]), build(self, *args))
+        )  # without those that are built in the background
         model = specbranch(on_gpu(target))
         kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False}
         got = model.generate(**kwargs, assistant_model=on_gpu(draft), specbranch=settings)
-        assert torch.equal(got, target.generate(**kwargs)) and met and (len(met) > 2) == cold
+        assert torch.equal(got, target.generate(**kwargs)) and built and (len(built) > 2) != on_disk
         torch.manual_seed(5)
         drawn_texts.append(model.generate(**drawn, assistant_model=on_gpu(draft), specbranch=settings))
     assert torch.equal(*drawn_texts)

@@ -4,7 +4,6 @@ Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRE
 """
 
 import copy
-import importlib
 import math
 import os
 import subprocess
@@ -25,16 +24,16 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
-from hf_specbranch.kernels import fuse, fused, interface, register
+from hf_specbranch.kernels import attention_interface, autotune, fuse, fused, register
 from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
-from hf_specbranch.kernels.attention_override import original_attention, overriding_attention
+from hf_specbranch.kernels.attention_interface import original_attention, override_attention
+from hf_specbranch.kernels.autotune import PlanCache, read_plans
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared
+from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared, split_graph
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
-from hf_specbranch.kernels.graph_split import splitting
-from hf_specbranch.kernels.linear import BLOCK, PLANS, Parts, Plan, fits, linear, linear_in_parts, linear_reference
+from hf_specbranch.kernels.linear import BLOCK, PLANS, Partials, Plan, fits, linear, linear_reference, linear_split_k
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
 from hf_specbranch.kernels.storage import joined
@@ -42,9 +41,6 @@ from hf_specbranch.runtime.kv_cache import SlotCache
 
 from .families import FAMILIES, make
 from .models import attached
-
-choosing = importlib.import_module("hf_specbranch.kernels.autotune")
-fusing = importlib.import_module("hf_specbranch.kernels.fuse")
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 # The interpreter truncates where bfloat16 should be rounded, so bfloat16 is tried on a GPU only.
@@ -115,9 +111,9 @@ def test_kernel_gated_product(dtype, seed, rows, size, depth, biased, activation
     assert_close(gated_product(x, weight, bias, activation, Plan(1, stages)), expected)
 
 
-def in_parts(shape, splits, dtype):
+def partials_and_sum(shape, splits, dtype):
     """A product that was split, and what it is."""
-    parts = Parts(randn(splits, math.prod(shape[:-1]), shape[-1]), torch.Size(shape), dtype)
+    parts = Partials(randn(splits, math.prod(shape[:-1]), shape[-1]), torch.Size(shape), dtype)
     total = parts.terms[0]
     for term in parts.terms[1:]:
         total = total + term
@@ -128,7 +124,7 @@ def in_parts(shape, splits, dtype):
 @given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from([2, 4]), st.sampled_from(FORMS))
 def test_kernel_norm_adds_parts(dtype, seed, rows, columns, splits, form):
     torch.manual_seed(seed)
-    (parts, total), residual = in_parts((rows, 2, columns), splits, dtype), randn(rows, 2, columns, dtype=dtype)
+    (parts, total), residual = partials_and_sum((rows, 2, columns), splits, dtype), randn(rows, 2, columns, dtype=dtype)
     weight = randn(columns, dtype=dtype)
     for got, expected in zip(
         rms_norm(parts, weight, 1e-6, residual, form), rms_norm(total, weight, 1e-6, residual, form)
@@ -147,7 +143,7 @@ def test_kernel_norm_adds_parts(dtype, seed, rows, columns, splits, form):
 def test_kernel_rotary_adds_parts(dtype, seed, rows, tokens, sizes, splits, form, odd):
     torch.manual_seed(seed)
     size, turned = sizes
-    parts, total = in_parts((rows, tokens, 6 * size), splits, dtype)
+    parts, total = partials_and_sum((rows, tokens, 6 * size), splits, dtype)
     angle = randn(1, tokens, turned)
     cos, sin = angle.cos().to(dtype), angle.sin().to(torch.float64 if odd else dtype)  # which the kernel cannot take
     norm = None if form is None else HeadNorm(randn(size, dtype=dtype), randn(size, dtype=dtype), 1e-6, form)
@@ -238,9 +234,9 @@ def test_kernel_linear(dtype, seed, rows, columns, depth, biased, plan):
     x, weight = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype) / depth**0.5
     bias = randn(columns, dtype=dtype) if biased else None
     assert fits(x, weight, bias, plan)
-    product, expected = linear_in_parts(x, weight, bias, plan), linear_reference(x, weight, bias)
+    product, expected = linear_split_k(x, weight, bias, plan), linear_reference(x, weight, bias)
     if plan.splits > 1:
-        assert isinstance(product, Parts) and product.shape == expected.shape and product.dtype == dtype
+        assert isinstance(product, Partials) and product.shape == expected.shape and product.dtype == dtype
         product = product.sum()
     assert_close(product, expected)
     if plan.splits == 1:
@@ -279,7 +275,7 @@ def test_kernel_writes_stay_inside_their_tensors(guards, queries):
     rms_norm(x[:, :100], randn(100, dtype=dtype), 1e-6, x[:, :100])
     gated(x[:, :74], "silu")
     for plan in PLANS:
-        linear_in_parts(x, randn(70, 1024, dtype=dtype), None, plan)
+        linear_split_k(x, randn(70, 1024, dtype=dtype), None, plan)
         gated_product(x, randn(70, 1024, dtype=dtype), None, "silu", plan)
     arena = torch.full((2, 1 + 2 * 33 + 1, 2, 64), 77.0, dtype=dtype, device=DEVICE)  # keys and values between guards
     query, key = randn(1, 4, queries, 64, dtype=dtype), randn(1, 2, queries, 64, dtype=dtype)
@@ -367,7 +363,7 @@ def test_attention_is_that_of_transformers(family, softcap, with_sinks):
 def overriding(model):
     """The attention of a model is ours, as far as its config says."""
     register()
-    return overriding_attention(model.config, interface.UNCAPPED)
+    return override_attention(model.config, attention_interface.UNCAPPED)
 
 
 def logits_over_branches(model, context=None, device="cpu"):
@@ -414,8 +410,8 @@ def test_a_fused_model_adds_up_split_products(family, monkeypatch):
     expected, asked = logits_over_branches(model, fused, DEVICE), []
 
     def split(shared, x, weight, kind):
-        asked.append((shared.adds_parts, kind))
-        plan = Plan(splits=2 if kind == "in parts" else 1, stages=2)
+        asked.append((shared.sums_partials, kind))
+        plan = Plan(splits=2 if kind == "split-k" else 1, stages=2)
         assert fits(x, weight, None, plan)
         return plan
 
@@ -423,7 +419,7 @@ def test_a_fused_model_adds_up_split_products(family, monkeypatch):
     monkeypatch.setattr(Shared, "_plan", split)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert any(adds for adds, _ in asked) == (family not in ("gemma2", "gemma3"))  # whose norms stand before the sum
-    assert {"in parts", "gated"} <= {kind for _, kind in asked}
+    assert {"split-k", "gated"} <= {kind for _, kind in asked}
 
 
 @pytest.mark.compat
@@ -724,7 +720,7 @@ def test_last_context_restores_the_attention(contexts):
     first.__exit__(None, None, None)
     assert model.config._attn_implementation != "sdpa" and original_attention(model.config) == "sdpa"
     second.__exit__(None, None, None)
-    assert model.config._attn_implementation == "sdpa" and not interface.one_pass.active
+    assert model.config._attn_implementation == "sdpa" and not attention_interface.one_pass.active
 
 
 def test_attention_is_overridden_only_where_a_module_still_needs_it():
@@ -749,7 +745,7 @@ def test_generation_may_begin_while_the_attention_is_overridden():
 
 def test_block_lists_are_forgotten_with_every_pass(monkeypatch):
     forgotten, model = [], make("llama")
-    monkeypatch.setattr(interface.one_pass, "forget", lambda: forgotten.append(1))
+    monkeypatch.setattr(attention_interface.one_pass, "forget", lambda: forgotten.append(1))
     with torch.no_grad(), fused(model):
         forgotten.clear()
         model(torch.tensor([[1, 2]]))
@@ -757,26 +753,36 @@ def test_block_lists_are_forgotten_with_every_pass(monkeypatch):
         assert len(forgotten) == 2
 
 
-def test_choices_are_kept_on_disk_and_a_broken_file_is_no_matter(tmp_path, monkeypatch):
-    monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
-    choosing._store("a", PLANS[0])
-    choosing._store("b", None)
-    assert choosing._stored() == {"a": PLANS[0], "b": None}
-    for broken in ("{", '{"a": [64, 128, 2, 4, 6]}'):  # the second: as an older version left it
-        choosing.cache_file().write_text(broken)
-        assert choosing._stored() == {}
-    assert choosing.choose([torch.randn(8, 8)], 1, "whole") is None
+def test_autotuned_plans_are_kept_on_disk_and_broken_files_ignored(tmp_path):
+    names = [f"gpu|torch|triton|{name}" for name in "abcd"]
+    shipped = tmp_path / "shipped.json"
+    shipped.write_text('{"gpu|c": [2, 3]}')
+
+    def cache(most=4096):
+        return PlanCache(tmp_path / "new" / "products.json", shipped, most)
+
+    cache().store(names[0], PLANS[0])
+    cache().store(names[1], None)
+    known = [(True, PLANS[0]), (True, None), (True, Plan(2, 3)), (False, None)]
+    one_in_memory = cache(most=1)
+    for _ in range(2):
+        assert [cache().find(name) for name in names] == [one_in_memory.find(name) for name in names] == known
+    for broken in ("{", '{"a": [64, 128, 2, 4, 6]}'):  # the second: from an older version
+        cache().file.write_text(broken)
+        assert cache().find(names[0]) == (False, None)
+        assert one_in_memory.find(names[2])[0] and not one_in_memory.find(names[0])[0]  # it kept the last alone
+    assert autotune.autotune([torch.randn(8, 8)], 1, "whole") is None
 
 
 def test_choices_that_come_with_the_package_are_plans_that_fit():
-    assert choosing.shipped()
-    for name, plan in choosing.shipped().items():
+    assert autotune.plans.shipped
+    for name, plan in autotune.plans.shipped.items():
         gpu, dtype, rows, shape, kind = name.split("|")
         columns, depth = map(int, shape.split("x"))
         assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0
-        assert kind in get_args(choosing.Kind)
+        assert kind in get_args(autotune.Kind)
         assert plan is None or (plan in PLANS and depth % BLOCK == 0 and depth // BLOCK >= plan.splits)
-        assert plan is None or kind == "in parts" or plan.splits == 1
+        assert plan is None or kind == "split-k" or plan.splits == 1
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="under the interpreter only")
@@ -825,37 +831,36 @@ def test_a_fused_forward_is_captured_and_sees_what_is_visible_at_each_replay():
 @pytest.fixture
 def nothing_chosen(tmp_path, monkeypatch):
     """No product has been chosen, here or elsewhere."""
-    monkeypatch.setattr(choosing, "HF_HOME", tmp_path)
-    monkeypatch.setattr(choosing, "_CHOSEN", {})
-    monkeypatch.setattr(choosing, "shipped", dict)
+    monkeypatch.setattr(autotune, "plans", cache := PlanCache(tmp_path / "products.json", tmp_path / "no.json"))
+    return cache
 
 
 @pytest.mark.gpu
 def test_the_faster_product_is_chosen_once(nothing_chosen, monkeypatch):
     weights = [torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
-    plan = choosing.choose(weights, 9, "in parts")
-    assert list(choosing._stored().values()) == [plan]
-    monkeypatch.setattr(choosing, "_fastest", None)  # not asked again
-    monkeypatch.setattr(choosing, "_CHOSEN", {})
-    assert choosing.choose(weights, 3, "in parts") == plan
+    plan = autotune.autotune(weights, 9, "split-k")
+    assert list(read_plans(nothing_chosen.file).values()) == [plan]
+    monkeypatch.setattr(autotune, "plans", PlanCache(nothing_chosen.file, nothing_chosen.shipped_file))
+    monkeypatch.setattr(autotune, "_fastest", None)  # not measured again
+    assert autotune.autotune(weights, 3, "split-k") == plan
 
 
 @pytest.mark.gpu
 def test_a_product_with_its_gate_is_chosen_too(nothing_chosen):
     weights = [torch.randn((6144, 768), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
-    plan = choosing.choose(weights, 9, "gated")
+    plan = autotune.autotune(weights, 9, "gated")
     assert plan is None or plan.splits == 1
-    before, name = choosing._stored()  # the product that follows is chosen first: both are measured together
-    assert before.endswith("768x3072|in parts") and name.endswith("6144x768|gated")
+    before, name = read_plans(nothing_chosen.file)  # the product that follows is first: both are measured together
+    assert before.endswith("768x3072|split-k") and name.endswith("6144x768|gated")
 
 
 def test_weights_that_stand_for_those_behind_gate_and_up_cost_no_memory():
     weight = torch.randn(24, 5)
-    down = choosing._down(weight)
+    down = autotune._down(weight)
     assert down.shape == (5, 12) and down.is_contiguous() and down.data_ptr() == weight.data_ptr()
     x = torch.randn(2, 5)
     expected = gated_reference(x @ weight.T, "silu") @ down.T
-    torch.testing.assert_close(choosing._product("gated", None, x, weight, None), expected)
+    torch.testing.assert_close(autotune._product("gated", None, x, weight, None), expected)
 
 
 @pytest.mark.gpu
@@ -878,7 +883,7 @@ def test_a_recorded_stage_is_cut_once_behind_its_second_layer():
     with torch.no_grad(), fused(model):
         model(ids)  # finds out what stands in; nothing is recorded yet
         cuts.clear()
-        with splitting(lambda: cuts.append("cut")):
+        with split_graph(lambda: cuts.append("cut")):
             model(ids)
             model(ids)
         model(ids)

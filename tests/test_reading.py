@@ -312,5 +312,5 @@ def test_a_prompt_is_read_with_one_replay(policy, pair, monkeypatch):
             settings = config(policy, runtime="graph", kernels=kernels)
             got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
             assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
-        pieces = 2 if kernels else 1  # see kernels/graph_split.py
+        pieces = 2 if kernels else 1  # see `kernels.forwards.split_graph`
         assert counts == [pieces] * 5

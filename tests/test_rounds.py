@@ -46,8 +46,8 @@ from hf_specbranch.runtime.eager import SMALLEST, EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.static_buffers import Buffers
 
+from .dry_runs import recorded_dry_run
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
-from .rehearsals import in_rehearsal
 from .test_fixed_stages import COUNTS
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -825,7 +825,7 @@ class RehearsingDesk(Buffers):
 
     def run(self, key, stage, only_our_kernels=False):
         if only_our_kernels:
-            with in_rehearsal() as dry_run:
+            with recorded_dry_run() as dry_run:
                 stage()
             type(self).in_parallel += 1
             type(self).met.update(dry_run.kernels)
@@ -992,7 +992,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
 def test_what_is_built_aside_is_what_the_first_rounds_launch():
     pytest.importorskip("triton")
-    with in_rehearsal() as aside:
+    with recorded_dry_run() as aside:
         _kernels_of_every_model(torch.device(DEVICE))
     case = Case(
         seed=0, rows=1, gamma=3, vocabulary=40, own=0, policy="vanilla", width=4, rejection_branches=0, leaves=0,
@@ -1006,10 +1006,11 @@ def test_what_is_built_aside_is_what_the_first_rounds_launch():
     )
     logits = torch.zeros((1, 1, case.vocabulary), device=DEVICE)
     drafted, verify_result = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
-    with in_rehearsal() as rounds_begin:
+    with recorded_dry_run() as rounds_begin:
         target._pass(draft_tokens, SMALLEST, lambda *_: Step(logits))
         verifier._decide(logits, draft_tokens, branches, drafted, verify_result)
-    assert len(aside.kinds) == 4 and len(rounds_begin.kinds) == 2 and rounds_begin.kinds <= aside.kinds
+    built, needed = aside.specializations, rounds_begin.specializations
+    assert len(built) == 4 and len(needed) == 2 and needed <= built
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..kernels.angles import angles, angles_reference
 from ..kernels.attention import attend
-from ..kernels.autotune import choose
+from ..kernels.autotune import autotune
 from ..kernels.gated import gated, gated_product, gated_reference
-from ..kernels.linear import linear_in_parts
+from ..kernels.linear import linear_split_k
 from ..kernels.norm import rms_norm, rms_norm_reference
 from ..kernels.rotary import Slots, rotary, rotary_reference
 from .limit import copy_bandwidth, timed
@@ -153,7 +153,7 @@ class Pass:
 
     def gated_product(self) -> Work:
         weights, rows = _many(lambda: self.random(2 * self.inner, self.hidden)), self.random(self.tokens, self.hidden)
-        plan = choose(weights, self.tokens, "gated")
+        plan = autotune(weights, self.tokens, "gated")
         return Work(
             f"product with gate ({2 * self.inner}x{self.hidden})",
             lambda call: gated_product(rows, weights[call % len(weights)], None, "silu", plan),
@@ -163,10 +163,10 @@ class Pass:
 
     def product(self, name: str, columns: int, depth: int) -> Work:
         weights, rows = _many(lambda: self.random(columns, depth)), self.random(self.tokens, depth)
-        plan = choose(weights, self.tokens, "in parts")
+        plan = autotune(weights, self.tokens, "split-k")
         return Work(
             f"product, {name} ({columns}x{depth})",
-            lambda call: linear_in_parts(rows, weights[call % len(weights)], None, plan),
+            lambda call: linear_split_k(rows, weights[call % len(weights)], None, plan),
             lambda call: functional.linear(rows, weights[call % len(weights)]),
             weights[0].nbytes,
         )

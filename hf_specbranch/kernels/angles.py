@@ -1,15 +1,26 @@
-"""Cosines and sines of rotary positions in one kernel, where torch takes nine: much in a draft of two layers."""
+"""Cosines and sines of rotary positions in one kernel; torch takes nine, which matters in a draft of two layers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .backend import FLOATS, Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
+from .backend import (
+    FLOATS,
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    launch_dependents,
+    power_of_two,
+    tl,
+    varying,
+    wait_for_dependencies,
+)
 
 
 def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency.
+    """Compute cos and sin of position times frequency.
 
     Args:
         positions: [B, Q].
@@ -39,7 +50,7 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
         float(scaling),
         BLOCK=power_of_two(half),
         num_warps=1,
-        **early(out.device),
+        **dependent_launch(out.device),
     )
     return out[0], out[1]
 
@@ -47,7 +58,7 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
 def angles_reference(
     positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What `angles` computes, in plain torch."""
+    """Compute what `angles` does, in plain torch."""
     angle = positions[..., None].float() * frequencies
     angle = torch.cat((angle, angle), dim=-1)
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
@@ -55,7 +66,7 @@ def angles_reference(
 
 def _fits(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
     return (
-        runs(frequencies)
+        can_run(frequencies)
         and frequencies.dtype == torch.float32
         and frequencies.is_contiguous()
         and dtype in FLOATS
@@ -74,10 +85,10 @@ def _angles_kernel(
     half: Value,
     scaling: Value,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < half

@@ -1,12 +1,12 @@
-"""Attention of a few queries over a long cache, with any visibility.
+"""Split attention (flash decoding): a few queries over a long cache, under any mask.
 
-The keys are split over many programs, so that one sequence fills the GPU; each leaves a partial result (the largest
-score m, the sum of exponentials l, the weighted sum of values), and a second kernel combines them:
+The keys are split over many programs, so that one sequence fills the GPU. Each program writes a partial result (the
+largest score m, the sum of exponentials l, the weighted sum of values), and a second kernel combines them:
 
     out = sum_s exp(m_s - m) acc_s / (exp(sink - m) + sum_s exp(m_s - m) l_s),    m = max(sink, max_s m_s)
 
-The queries of all heads that share keys stand together as rows of one matrix product. Blocks of keys that no query
-sees are left out beforehand, so a cache may be much larger than what is in use.
+The queries of all heads that share keys are the rows of one matrix product. Blocks of keys that no query sees are
+skipped (`blocks.py`), so a cache may be much larger than what is in use.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 from .backend import (
     Value,
+    can_run,
     constexpr,
-    early,
+    dependent_launch,
+    launch_dependents,
     multiprocessors,
     power_of_two,
-    runs,
-    start_next,
     tl,
     triton,
     varying,
-    wait_for_last,
-    wait_once_known,
+    wait_after,
+    wait_for_dependencies,
 )
 from .blocks import Blocks, blocks_in_use, mask_kind, visible
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
-STAGES = 5  # of the pipeline; two blocks are then under way, since where a block lies is itself read
+STAGES = 5  # of the pipeline: two blocks in flight, since the position of a block is itself loaded
 
 
 def attend(
@@ -45,17 +45,17 @@ def attend(
     sinks: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """Attention of up to 64 queries; a query that sees nothing gets zeros.
+    """Compute attention for up to 64 queries. A query that sees nothing gets zeros.
 
     Args:
         query: [B, Hq, Q, D].
         key: [B, Hkv, S, D], Hkv dividing Hq.
         value: [B, Hkv, S, D].
-        mask: [B or 1, 1, Q, S], of bool (True is seen) or float (added to the scores); None sees everything.
+        mask: [B or 1, 1, Q, S], boolean (True: visible) or additive; None: everything is visible.
         scaling: factor of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        sinks: [Hq], a further score of each head that takes weight and brings no value.
-        blocks: what `blocks_in_use(mask, ...)` gave, if it is known already.
+        sinks: [Hq], an extra score per head that takes weight and adds no value.
+        blocks: the result of `blocks_in_use(mask, ...)`, if it is known already.
 
     Returns:
         [B, Q, Hq, D].
@@ -85,14 +85,14 @@ def attend(
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
         TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16),
-        num_warps=8 if exact or tile == 64 else 4,  # for tiles of 64 four take twice as long to compile
-        num_stages=1 if exact else STAGES, **early(query.device),
+        num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
+        num_stages=1 if exact else STAGES, **dependent_launch(query.device),
     )  # fmt: skip
     out = query.new_empty((rows, queries, heads, size))
     _combine_kernel[(queries, heads, rows)](
         partial, scores, scores[1], sinks if sinks is not None else scores, out, size, splits,
         SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
-        **early(query.device),
+        **dependent_launch(query.device),
     )  # fmt: skip
     return out
 
@@ -106,7 +106,7 @@ def attend_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `attend` computes, in plain torch: at least float32 throughout, rounded once at the end."""
+    """Compute what `attend` does, in plain torch: at least float32 throughout, rounded once at the end."""
     groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (states.to(wide).repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query.to(wide) @ key.transpose(2, 3) * scaling
@@ -119,19 +119,19 @@ def attend_reference(
     if sinks is not None:
         column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # NaN where nothing is seen
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # NaN where nothing is visible
     return (weights @ value).transpose(1, 2).to(query.dtype)
 
 
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """As many as fill the GPU twice over, but a block at least for each."""
+    """Return the number of splits: enough to fill the GPU twice, with at least one block each."""
     return max(1, min(2 * multiprocessors(device) // programs, blocks, MOST_SPLITS))
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel can take these."""
+    """Return whether the kernel can take these."""
     return (
-        runs(query, key, value)
+        can_run(query, key, value)
         and query.shape[2] <= MOST_QUERIES
         and query.shape[3] == value.shape[3] <= 256
         and all(states.stride(3) == 1 for states in (query, key, value))
@@ -177,9 +177,9 @@ def _split_kernel(
     TILE: constexpr,
     BLOCK: constexpr,
     SIZE: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
+    launch_dependents(PDL)
     row = (tl.program_id(1) // key_heads).to(tl.int64)
     shared = (tl.program_id(1) % key_heads).to(tl.int64)
     split = tl.program_id(2)
@@ -189,30 +189,30 @@ def _split_kernel(
     lane = tl.arange(0, SIZE)
     lane_inside = lane < size
     inside_tile = real[:, None] & lane_inside[None, :]
-    mine = query + row * query_row + shared * group * query_head
-    mine = mine + (head * query_head + token * query_token)[:, None] + lane[None, :]
+    queries_at = query + row * query_row + shared * group * query_head
+    queries_at = queries_at + (head * query_head + token * query_token)[:, None] + lane[None, :]
     keys = key + row * key_row + shared * key_head
     values = value + row * value_row + shared * value_head
     masks = mask + row * mask_row + (token * mask_query)[:, None]
-    wait_once_known(row + shared + head + token, EARLY)
-    asked = tl.load(mine, mask=inside_tile, other=0.0)
+    wait_after(row + shared + head + token, PDL)
+    query_tile = tl.load(queries_at, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
-    # Blocks go round the splits like cards: whatever part of the cache is in use, each gets its share. The first is
-    # looked up beside their number; it may be none of those listed, and is not used then.
+    # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use. The first is loaded
+    # along with their number; if it is not one of those listed, the loop does not use it.
     first = tl.load(listed + row * blocks + split)
     for turn in range(split, tl.load(count + row), splits):
         slot = tl.load(listed + row * blocks + turn, mask=turn != split, other=first) * BLOCK + tl.arange(0, BLOCK)
         inside = slot < slots
         place = slot.to(tl.int64)
-        known = tl.load(
+        key_block = tl.load(
             keys + place[None, :] * key_slot + lane[:, None], mask=inside[None, :] & lane_inside[:, None], other=0.0
         )
         if EXACT:
-            score = tl.dot(asked, known, input_precision="ieee") * scaling
+            score = tl.dot(query_tile, key_block, input_precision="ieee") * scaling
         else:
-            score = tl.dot(asked, known) * scaling
+            score = tl.dot(query_tile, key_block) * scaling
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
         seen = real[:, None] & inside[None, :]
@@ -223,19 +223,19 @@ def _split_kernel(
             seen = visible(bias, MASK)
             score += bias.to(tl.float32)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weight, 1)
-        brought = tl.load(
+        rescale = tl.exp2(top - base)  # of what was summed under the old maximum
+        total = total * rescale + tl.sum(weight, 1)
+        value_block = tl.load(
             values + place[:, None] * value_slot + lane[None, :], mask=inside[:, None] & lane_inside[None, :], other=0.0
         )
         if EXACT:
-            result = result * fade[:, None] + tl.dot(weight, brought, input_precision="ieee")
+            result = result * rescale[:, None] + tl.dot(weight, value_block, input_precision="ieee")
         else:
-            result = result * fade[:, None] + tl.dot(weight.to(brought.dtype), brought)
-        top = higher
+            result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
+        top = new_top
     before = (row * key_heads + shared) * group * queries * splits
     target = packed * splits + split
     tl.store(maxima + before + target, top, mask=real)
@@ -255,17 +255,17 @@ def _combine_kernel(
     SINKS: constexpr,
     SPLITS: constexpr,
     SIZE: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
+    launch_dependents(PDL)
     token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     queries, heads = tl.num_programs(0), tl.num_programs(1)
     first = ((row * heads + head) * queries + token) * splits
     split, lane = tl.arange(0, SPLITS), tl.arange(0, SIZE)
-    wait_for_last(EARLY)
+    wait_for_dependencies(PDL)
     tops = tl.load(maxima + first + split, mask=split < splits, other=float("-inf"))
     totals = tl.load(sums + first + split, mask=split < splits, other=0.0)
-    parts = tl.load(
+    results = tl.load(
         partial + first * size + (split * size)[:, None] + lane[None, :],
         mask=(split < splits)[:, None] & (lane < size)[None, :],
         other=0.0,
@@ -279,6 +279,6 @@ def _combine_kernel(
     whole = tl.sum(share * totals, 0)
     if SINKS:
         whole += tl.exp2(sink - base)
-    result = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    result = tl.sum(results * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     target = out + ((row * queries + token) * heads + head) * size
     tl.store(target + lane, result.to(out.dtype.element_ty), mask=lane < size)

@@ -1,4 +1,4 @@
-"""Which way of computing a small product is fastest on this GPU: measured once for each shape, then remembered."""
+"""Autotunes small products: which plan is fastest for a shape on this GPU. Measured once per shape, then remembered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,91 +15,144 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from torch import Tensor
 
-from .backend import runs, triton
+from .backend import can_run, triton
 from .gated import gated_product
-from .linear import MOST_ROWS, PLANS, Parts, Plan, fits, linear_in_parts
+from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
 from .norm import rms_norm
 from .parallel_build import is_dry_run
 
 logger = logging.getLogger(__name__)
 
-MARGIN = 0.97  # a plan must beat torch by this much: measurements of a few microseconds scatter
-Kind = Literal["in parts", "whole", "gated"]  # of products: see `linear_in_parts`, `linear`, `gated_product`
-_CHOSEN: dict[str, Plan | None] = {}
+MARGIN = 0.97  # a plan must beat torch by this factor: measurements of a few microseconds scatter
+Kind = Literal["split-k", "whole", "gated"]  # of products: see `linear_split_k`, `linear`, `gated_product`
 
 
-def choose(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
-    """The fastest plan for products with these weights, or None where torch's own is.
-
-    The answer is kept in memory and in a JSON file under the Hugging Face cache, so a shape is measured once on each
-    kind of GPU. Some answers come with the package: to measure one takes several compilations.
+class PlanCache:
+    """The autotuned plan of each product: in memory, in a JSON file, and as shipped with the package.
 
     Args:
-        weights: all weights of one shape [N, K]; several of them keep caches from flattering the measurement.
-        rows: of x; 1 to 16 share an answer, and so do 17 to 32.
+        file: where new results are kept.
+        shipped_file: results for common models on some GPUs; they hold for any version of the libraries.
+        most: results kept in memory; the oldest go.
+    """
+
+    def __init__(self, file: Path, shipped_file: Path, most: int = 4096) -> None:
+        self.file, self.shipped_file, self.most = file, shipped_file, most
+        self._in_memory: dict[str, Plan | None] = {}
+
+    @cached_property
+    def shipped(self) -> dict[str, Plan | None]:
+        """The results of `shipped_file`."""
+        return read_plans(self.shipped_file)
+
+    def find(self, key: str) -> tuple[bool, Plan | None]:
+        """Return whether a product has been autotuned, and its plan (None: torch is fastest)."""
+        if key not in self._in_memory:
+            stored = read_plans(self.file)
+            if key in stored:
+                self._remember(key, stored[key])
+            elif (shipped_key := without_versions(key)) in self.shipped:
+                self._remember(key, self.shipped[shipped_key])
+            else:
+                return False, None
+        return True, self._in_memory[key]
+
+    def store(self, key: str, plan: Plan | None) -> None:
+        """Keep a result in memory and on disk."""
+        self._remember(key, plan)
+        entries = {**read_plans(self.file), key: plan}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, delete=False) as file:
+                json.dump(entries, file, indent=1)
+            os.replace(file.name, self.file)
+        except OSError as error:
+            logger.debug("autotuned plans are not kept on disk: %s", error)
+
+    def _remember(self, key: str, plan: Plan | None) -> None:
+        self._in_memory[key] = plan
+        for oldest in list(self._in_memory)[: -self.most]:
+            del self._in_memory[oldest]
+
+
+def read_plans(file: Path) -> dict[str, Plan | None]:
+    """Read plans by key; nothing from a file that is missing, broken or of another version."""
+    try:
+        entries: dict[str, Any] = json.loads(file.read_text())
+        return {key: None if plan is None else Plan(*plan) for key, plan in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def without_versions(key: str) -> str:
+    """Return the key of a shipped plan: that of a product without the versions of torch and Triton.
+
+    Example:
+        >>> without_versions("NVIDIA H200|torch 2.11|triton 3.6|bfloat16|16|4096x4096|whole")
+        'NVIDIA H200|bfloat16|16|4096x4096|whole'
+    """
+    gpu, _torch, _triton, *product = key.split("|")
+    return "|".join((gpu, *product))
+
+
+plans = PlanCache(Path(HF_HOME) / "hf_specbranch" / "products.json", Path(__file__).with_name("products.json"))
+
+
+def autotune(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
+    """Return the fastest plan for products with these weights, or None where torch's own product is fastest.
+
+    A shape is measured once per kind of GPU and version of the libraries. Shipped plans save the compilations that a
+    measurement takes.
+
+    Args:
+        weights: all weights of one shape [N, K]; with several of them, caches do not flatter the measurement.
+        rows: of x; 1 to 16 share a plan, and so do 17 to 32.
         kind: what the product is for.
 
     Example:
-        >>> choose([torch.randn(64, 64)], rows=9, kind="whole") is None  # on the CPU torch does it
+        >>> autotune([torch.randn(64, 64)], rows=9, kind="whole") is None  # the CPU leaves products to torch
         True
     """
     weight = weights[0]
-    if not weight.is_cuda or not runs(weight) or weight.dtype == torch.float32 or not 0 < rows <= MOST_ROWS:
+    if not weight.is_cuda or not can_run(weight) or weight.dtype == torch.float32 or not 0 < rows <= MOST_ROWS:
         return None
     key = _key(weight, rows, kind)
-    if key not in _CHOSEN:
-        stored = _stored()
-        if key in stored:
-            _CHOSEN[key] = stored[key]
-        elif (known := _key(weight, rows, kind, versions=False)) in shipped():
-            _CHOSEN[key] = shipped()[known]
-        elif torch.cuda.is_current_stream_capturing():
-            return None  # nothing can be measured now
-        elif is_dry_run():
-            _build_all(weight, rows, kind)
-            return None
-        else:
-            _CHOSEN[key] = _fastest(weights, rows, kind)
-            _store(key, _CHOSEN[key])
-    return _CHOSEN[key]
+    found, plan = plans.find(key)
+    if found or torch.cuda.is_current_stream_capturing():  # nothing can be measured during a capture
+        return plan
+    if is_dry_run():
+        _build_all(weight, rows, kind)
+        return None
+    plan = _fastest(weights, rows, kind)
+    plans.store(key, plan)
+    return plan
 
 
-def cache_file() -> Path:
-    """Where answers are kept."""
-    return Path(HF_HOME) / "hf_specbranch" / "products.json"
+def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Partials:
+    """Compute what is measured.
 
-
-@lru_cache
-def shipped() -> dict[str, Plan | None]:
-    """Answers that were measured on some GPUs, for shapes of common models, whatever the versions of the libraries."""
-    return _read(Path(__file__).with_name("products.json"))
-
-
-def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Parts:
-    """What is measured. Where gate and up are read, another product follows at once, and programs of both share the
-    GPU for a while: it is measured too.
+    The down product follows gate and up at once, and programs of both share the GPU for a while: it is measured too.
     """
     if kind == "gated":
-        return linear_in_parts(gated_product(x, weight, None, "silu", plan), _down(weight), None, following)
-    return linear_in_parts(x, weight, None, plan)
+        return linear_split_k(gated_product(x, weight, None, "silu", plan), _down(weight), None, following)
+    return linear_split_k(x, weight, None, plan)
 
 
 def _down(gate_up: Tensor) -> Tensor:
-    """In place of the weights that follow [2 * I, K] of gate and up: [K, I], of the same memory."""
+    """Return a substitute for the down weights that follow gate and up [2 * I, K]: [K, I], in the same memory."""
     return gate_up.reshape(-1, gate_up.shape[0] // 2)[: gate_up.shape[1]]
 
 
-def _plans(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
-    """Those that can be taken."""
+def _candidates(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
     x = weight.new_empty((rows, weight.shape[1]))
-    return [plan for plan in PLANS if fits(x, weight, None, plan) and (plan.splits == 1 or kind == "in parts")]
+    return [plan for plan in PLANS if fits(x, weight, None, plan) and (plan.splits == 1 or kind == "split-k")]
 
 
 def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
-    following = choose([_down(weight) for weight in weights], rows, "in parts") if kind == "gated" else None
+    following = autotune([_down(weight) for weight in weights], rows, "split-k") if kind == "gated" else None
     product = partial(_product, kind, following)
     limit, best = 0.0, None
-    for plan in (None, *_plans(weights[0], rows, kind)):
+    for plan in (None, *_candidates(weights[0], rows, kind)):
         try:
             seconds = _seconds(product, weights, rows, plan)
         except Exception as error:  # a plan that this GPU cannot run, for lack of shared memory, say
@@ -114,14 +167,14 @@ def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
 
 @torch.no_grad()
 def _seconds(
-    product: Callable[[Tensor, Tensor, Plan | None], Tensor | Parts],
+    product: Callable[[Tensor, Tensor, Plan | None], Tensor | Partials],
     weights: Sequence[Tensor],
     rows: int,
     plan: Plan | None,
 ) -> float:
-    """Of a product and a norm before it: behind a small kernel it has time to set itself up, as in a layer.
+    """Measure a norm and a product: after a small kernel the product has time to set up, as in a layer.
 
-    Weights are taken in turn, so that they come from memory rather than from a cache.
+    The weights alternate, so that they come from memory rather than from a cache.
     """
     x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
     scale = torch.ones_like(x[0])
@@ -149,41 +202,18 @@ def _seconds(
 
 
 def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
+    """Build the kernels that a measurement would run, in a dry run."""
     x = weight.new_zeros((rows, weight.shape[1]))
     rms_norm(x, torch.ones_like(x[0]), 1e-6)
-    for plan in _plans(weight, rows, kind):
+    for plan in _candidates(weight, rows, kind):
         _product(kind, None, x, weight, plan)
 
 
-def _key(weight: Tensor, rows: int, kind: Kind, versions: bool = True) -> str:
-    device, dtype = _name(weight.device, versions), str(weight.dtype).removeprefix("torch.")
+def _key(weight: Tensor, rows: int, kind: Kind) -> str:
+    device, dtype = _gpu_and_versions(weight.device), str(weight.dtype).removeprefix("torch.")
     return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
 
 
 @lru_cache
-def _name(device: torch.device, versions: bool) -> str:
-    name: str = torch.cuda.get_device_name(device)
-    return f"{name}|torch {torch.__version__}|triton {triton.__version__}" if versions else name
-
-
-def _stored() -> dict[str, Plan | None]:
-    return _read(cache_file())
-
-
-def _read(file: Path) -> dict[str, Plan | None]:
-    try:
-        entries: dict[str, Any] = json.loads(file.read_text())
-        return {key: None if plan is None else Plan(*plan) for key, plan in entries.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # not there yet, or not ours: measured again
-
-
-def _store(key: str, plan: Plan | None) -> None:
-    entries = {**_stored(), key: plan}
-    try:
-        cache_file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache_file().parent, delete=False) as file:
-            json.dump(entries, file, indent=1)
-        os.replace(file.name, cache_file())
-    except OSError as error:
-        logger.debug("the choice of products is not kept: %s", error)
+def _gpu_and_versions(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)}|torch {torch.__version__}|triton {triton.__version__}"

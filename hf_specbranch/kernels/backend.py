@@ -1,4 +1,4 @@
-"""Where kernels run: Triton on CUDA, Triton's interpreter on the CPU if asked for, else the torch references."""
+"""Where kernels run: Triton on CUDA, Triton's interpreter on the CPU (`TRITON_INTERPRET=1`), else torch references."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
     cuda: Any = importlib.import_module("triton.language.extra.cuda")
-except ImportError:  # torch for CPUs comes without Triton
+except ImportError:  # CPU builds of torch come without Triton
     triton = tl = cuda = None
 
-# Types of a kernel's arguments. Triton looks such names up, and accepts its own classes only.
+# Types of kernel arguments. Triton resolves these annotations and accepts its own classes only.
 if TYPE_CHECKING:
     Value: TypeAlias = Any
     constexpr: TypeAlias = Any
@@ -33,20 +33,20 @@ FLOATS = (*HALF_PRECISION, torch.float32)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; as it is where there is no Triton (it is not called then)."""
+    """Compile a function that kernels call; return it unchanged without Triton, where nothing calls it."""
     return function if triton is None else triton.jit(function)
 
 
 def varying(*names: str) -> Callable[[Callable[..., None]], Any]:
-    """A kernel, some of whose integers change from call to call.
+    """Declare a kernel, and which of its integer arguments change from call to call.
 
-    Triton compiles a kernel anew for integers that are 1 and for those that 16 divides; these are exempt.
+    Triton compiles a separate version for an integer that is 1 or divisible by 16. The named ones are exempt.
     """
     return lambda kernel: kernel if triton is None else Kernel(triton.jit(kernel, do_not_specialize=names), names)
 
 
-def runs(*tensors: Tensor | None) -> bool:
-    """Whether a kernel can take these tensors: one device that Triton serves, one dtype that the kernels know."""
+def can_run(*tensors: Tensor | None) -> bool:
+    """Return whether kernels can take these tensors: one device that Triton supports, one supported dtype, no grad."""
     given = [tensor for tensor in tensors if tensor is not None]
     first = given[0]
     return (
@@ -63,42 +63,42 @@ def runs(*tensors: Tensor | None) -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether Triton runs on this device, or is to be interpreted there."""
+    """Return whether Triton runs on this device, natively or interpreted."""
     return triton is not None and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
 
 
 @lru_cache
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch: where the GPU can, a kernel is set up while the one before it still runs.
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Return the launch options for programmatic dependent launch (PDL), where the GPU has it (compute capability 9).
 
-    Such a kernel calls `start_next` first and `wait_for_last` or `wait_once_known` before it reads or writes anything
-    that is not constant.
+    The next kernel is then set up while this one still runs. A kernel calls `launch_dependents` first, and
+    `wait_for_dependencies` or `wait_after` before it reads or writes anything that is not constant.
     """
-    able = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+    supported = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
 
 
 @jit
-def start_next(EARLY: constexpr) -> None:
-    """Let the next kernel be set up as soon as all programs of this one have begun."""
-    if EARLY:
+def launch_dependents(PDL: constexpr) -> None:
+    """Let the next kernel be set up as soon as all programs of this one have started."""
+    if PDL:
         cuda.gdc_launch_dependents()
 
 
 @jit
-def wait_for_last(EARLY: constexpr) -> None:
-    """Wait for all that earlier kernels write."""
-    if EARLY:
+def wait_for_dependencies(PDL: constexpr) -> None:
+    """Wait until everything that earlier kernels write is visible."""
+    if PDL:
         cuda.gdc_wait()
 
 
 @jit
-def wait_once_known(numbers: Value, EARLY: constexpr) -> None:
-    """The same behind some arithmetic, of which these are results and none is -1.
+def wait_after(numbers: Value, PDL: constexpr) -> None:
+    """Wait for dependencies after the arithmetic that computes `numbers`, none of which is -1.
 
-    Written before a wait, arithmetic would still be put off until after it: the assembler is free to.
+    The assembler may move arithmetic past a plain wait. A wait that reads the result keeps it in front.
     """
-    if EARLY:
+    if PDL:
         tl.inline_asm_elementwise(
             "{ .reg .pred known; setp.ne.s64 known, $1, -1; @known griddepcontrol.wait; mov.u32 $0, 0; }",
             "=r,l", [numbers.to(tl.int64)], tl.int32, is_pure=False, pack=1,
@@ -106,19 +106,19 @@ def wait_once_known(numbers: Value, EARLY: constexpr) -> None:
 
 
 @jit
-def ask_for(lines: Value) -> None:
-    """Have the cache lines that these pointers are in come from memory; nothing waits for them. On CUDA only."""
+def prefetch(pointers: Value) -> None:
+    """Prefetch the cache lines of these pointers into L2 without waiting for them. On CUDA only."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many thread blocks the device runs side by side, at one for each multiprocessor."""
+    """Return the number of multiprocessors: thread blocks that run at once, at one each."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def power_of_two(size: int, smallest: int = 1) -> int:
-    """The next power of two: lengths of blocks must be such."""
+    """Return the next power of two, at least `smallest`: Triton's block sizes must be powers of two."""
     return max(smallest, 1 << (size - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Which blocks of keys are in use: a cache may be much larger than what the queries of a pass see."""
+"""Which blocks of keys are visible to any query: a cache may be much larger than what a pass sees."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, early, jit, power_of_two, start_next, tl, triton, varying, wait_for_last
+from .backend import (
+    Value,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    power_of_two,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+)
 
 
 class Blocks(NamedTuple):
-    """The blocks of keys that some query of a row sees: those listed first, `number` of them."""
+    """The blocks of keys that some query of a row sees: the first `number` entries of `listed`."""
 
     listed: Tensor  # [B, blocks] of int32
     number: Tensor  # [B] of int32
@@ -19,12 +30,12 @@ class Blocks(NamedTuple):
 
 
 def block_size(query: Tensor) -> int:
-    """Keys in a block; products in true float32 need more registers."""
+    """Return the number of keys in a block; float32 products need more registers."""
     return 32 if query.dtype == torch.float32 or query.shape[-1] > 128 else 64
 
 
 def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> Blocks:
-    """List the blocks of keys that some query sees. All layers that share a mask may share the list."""
+    """List the blocks of keys that some query sees. Layers that share a mask [B or 1, 1, Q, S] may share the list."""
     size = block_size(query)
     number = triton.cdiv(slots, size)
     used = query.new_empty((rows, number), dtype=torch.int32)
@@ -35,24 +46,24 @@ def blocks_in_use(mask: Tensor | None, rows: int, slots: int, query: Tensor) -> 
         _use_kernel[(rows, number)](
             seen, used, queries, slots, number, seen.stride(0), seen.stride(2),
             MASK=mask_kind(mask), QUERIES=power_of_two(queries, 16), BLOCK=size, num_warps=1,
-            **early(query.device),
+            **dependent_launch(query.device),
         )  # fmt: skip
     else:
         used.fill_(1)
     _list_kernel[(rows,)](
-        used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4, **early(query.device)
+        used, listed, count, number, BLOCK=power_of_two(number, 64), num_warps=4, **dependent_launch(query.device)
     )
     return Blocks(listed, count, size)
 
 
 def mask_kind(mask: Tensor | None) -> int:
-    """0: there is none; 1: of bool; 2: added to the scores."""
+    """Return the kind of a mask: 0 none, 1 boolean, 2 additive."""
     return 0 if mask is None else 1 if mask.dtype == torch.bool else 2
 
 
 @jit
 def visible(mask: Value, MASK: constexpr) -> Value:
-    """Of loaded mask values. An additive mask hides by a number near the lowest of its dtype."""
+    """Return which mask values are visible. An additive mask hides with a value near the lowest of its dtype."""
     if MASK == 1:
         return mask != 0
     else:
@@ -72,10 +83,10 @@ def _use_kernel(
     MASK: constexpr,
     QUERIES: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query = tl.arange(0, QUERIES)[:, None]
     slot = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -88,9 +99,9 @@ def _use_kernel(
 
 
 @varying("blocks")
-def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr, EARLY: constexpr) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
+def _list_kernel(used: Value, listed: Value, count: Value, blocks: Value, BLOCK: constexpr, PDL: constexpr) -> None:
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     wanted = tl.load(used + row * blocks + block, mask=block < blocks, other=0)

@@ -1,4 +1,4 @@
-"""`fuse(model)` lays weights together, `fused(model)` runs a model through the kernels while it lasts.
+"""`fuse(model)` joins weights in one storage; inside `fused(model)` a model runs through the kernels.
 
 Both leave the model as transformers knows it: the same modules, the same parameters, the same state dict. Outside
 `fused` it runs its own code.
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..model_state import state_of
 from ..runtime.module_walk import every_module
-from .attention_override import original_attention, overriding_attention
+from .attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -29,7 +29,6 @@ from .forwards import (
     attention_inputs,
     mlp_inputs,
 )
-from .interface import NAME, UNCAPPED, one_pass, register
 from .module_check import Call, Forward
 from .parallel_build import build_in_parallel, is_dry_run
 from .recognise import (
@@ -38,30 +37,30 @@ from .recognise import (
     looks_like_attention,
     looks_like_mlp,
     recognise,
+    record_calls,
     untouched,
-    watch,
 )
 from .storage import join, joined, separate
 
-SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth a measurement
-_FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that may wait in the allocator
+SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
+_FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that the allocator may keep
 
 
 class Recipe(NamedTuple):
-    """What was found out about a model."""
+    """How a model runs through the kernels."""
 
-    structure: int  # of the model when it was asked
+    structure: int  # hash of the model's structure when it was examined
     shared: Shared
-    forwards: dict[nn.Module, Forward]
-    attention: str  # the implementation to ask for
-    readers: list[Sequence[nn.Linear]]  # products whose weights may be joined
+    forwards: dict[nn.Module, Forward]  # replacements
+    attention: str  # the implementation that the config names meanwhile
+    readers: list[Sequence[nn.Linear]]  # linear layers whose weights may be joined
 
 
 def fuse(model: PreTrainedModel) -> Callable[[], None]:
-    """Lay the weights of q, k and v together, and those of gate and up, wherever a model has them as plain products.
+    """Join the weights of q, k and v in one storage, and those of gate and up, where they are plain linear layers.
 
     The parameters remain and become views of the joint storage: `state_dict`, `save_pretrained`, adapters, tying and
-    training see no difference, and no memory is used twice, beyond one group of weights for a moment.
+    training see no difference. Only one group of weights at a time needs extra memory.
 
     Args:
         model: any model; what is not recognised is left alone.
@@ -96,9 +95,9 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
 def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Run a model through the kernels: norms, rotary, gated activations, attention, small products.
 
-    Modules are recognised by their structure and each is tried once against its own forward; what is not recognised
-    runs as it is. Afterwards, also after an exception, the model is exactly what it was. Enter it outside of a graph
-    capture: the first time runs the model.
+    Modules are recognised by their structure, and each replacement is checked once against the module's own forward.
+    What is not recognised runs as it is. Afterwards, also after an exception, the model is exactly as before. Enter
+    the context outside of a graph capture: the first time runs the model.
 
     Args:
         model: the model; `fuse` it first, or q, k and v are separate products.
@@ -110,13 +109,13 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         >>> with torch.no_grad(), fused(target):
         ...     logits = target(torch.tensor([[1, 2, 3]])).logits
     """
-    if torch.is_autocast_enabled(model.device.type):  # dtypes then follow rules of their own
+    if torch.is_autocast_enabled(model.device.type):  # it chooses dtypes by its own rules
         yield model
         return
     register()
     config = model.config.get_text_config(decoder=True)
-    own = original_attention(config)
-    recipe = _recipe(model, own)
+    original = original_attention(config)
+    recipe = _recipe(model, original)
     recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
         stack.callback(setattr, recipe.shared, "weights", {})
@@ -125,89 +124,87 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.callback(_forget, recipe.shared)
         hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
         stack.callback(hook.remove)
-        if recipe.attention != own:
-            stack.enter_context(overriding_attention(config, recipe.attention))
-        for module, forward in list(_valid(model, recipe)):  # all are looked at before the first is changed
+        if recipe.attention != original:
+            stack.enter_context(override_attention(config, recipe.attention))
+        for module, forward in list(_valid(model, recipe)):  # all are examined before the first is changed
             module.forward = forward
             stack.callback(module.__dict__.pop, "forward", None)
         yield model
 
 
 def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] = lambda: None) -> bool:
-    """Whether a pass without its kernels leaves no trace: nothing else writes to the cache, and nobody looks on.
+    """Return whether a dry run of a pass has no side effects: only kernels write to the cache, and there are no hooks.
 
     Args:
         model: the model.
-        passes: are rehearsed with the trial that tells, so that their kernels are built at the same time; whatever they
-            leave behind must not matter.
+        passes: run in the dry run of the module check, so that their kernels are built at the same time; their side
+            effects must not matter.
     """
     if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in every_module(model)):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    stand_ins = _valid(model, _recipe(model, original_attention(config), passes))
-    return _all_attention(model, (stand_in for _, stand_in in stand_ins))
+    replacements = _valid(model, _recipe(model, original_attention(config), passes))
+    return _replaces_all_attention(model, (replacement for _, replacement in replacements))
 
 
-def _all_attention(model: PreTrainedModel, stand_ins: Iterable[Forward]) -> bool:
-    """Whether there is one for every layer's attention."""
+def _replaces_all_attention(model: PreTrainedModel, replacements: Iterable[Forward]) -> bool:
+    """Return whether the attention of every layer is replaced."""
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    return sum(isinstance(stand_in, AttentionForward) for stand_in in stand_ins) == layers
+    return sum(isinstance(replacement, AttentionForward) for replacement in replacements) == layers
 
 
 def _forget(shared: Shared) -> None:
-    """What was computed for one pass is not valid in the next."""
-    shared.ahead, shared.adds_parts = None, False
+    """Drop what was computed for one pass."""
+    shared.ahead, shared.sums_partials = None, False
     one_pass.forget()
 
 
 def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], object] = lambda: None) -> Recipe:
-    parts = tuple((id(module), type(module)) for module in every_module(model))
-    structure = hash((parts, implementation, model.dtype, model.device))
+    modules = tuple((id(module), type(module)) for module in every_module(model))
+    structure = hash((modules, implementation, model.dtype, model.device))
     recipe: Recipe | None = state_of(model).kernel_recipe
     if recipe is None or recipe.structure != structure:
         if is_dry_run():
-            raise RuntimeError("nothing can be tried in a rehearsal")
+            raise RuntimeError("a model cannot be examined in a dry run")
 
-        calls = watch(model)
+        calls = record_calls(model)
 
-        def trial_and_passes() -> None:
-            state_of(model).kernel_recipe = _find_out(
-                model, calls, implementation, structure
-            )  # all will do in a rehearsal
+        def check_and_passes() -> None:  # in a dry run every replacement passes the check
+            state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
             passes()
 
         try:
-            build_in_parallel(trial_and_passes, model.device, new_model=True)
+            build_in_parallel(check_and_passes, model.device, new_model=True)
         finally:
             state_of(model).kernel_recipe = None
-        recipe = state_of(model).kernel_recipe = _find_out(model, calls, implementation, structure)
+        recipe = state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
     return recipe
 
 
-def _find_out(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:
+def _examine(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:
     shared, readers = Shared(), _readers_of_one_input(model)
-    shared.weights = _weights(model, readers)  # all of a shape: one alone would be measured out of a cache
+    shared.weights = _weights(model, readers)  # all of a shape: a single one would be autotuned out of a cache
     forwards = recognise(model, calls, shared, implementation == "sdpa")
-    attention = implementation  # nobody will ask for it where all have stand-ins
-    if not _all_attention(model, forwards.values()):
+    attention = implementation  # not used where every layer's attention is replaced
+    if not _replaces_all_attention(model, forwards.values()):
         attention = registered_attention(model, implementation)
-    shared.weights = {}  # or weights that the model no longer has would live on
+    shared.weights = {}  # holds no weights that the model may drop
     _forget(shared)
     return Recipe(structure, shared, forwards, attention, readers)
 
 
 def registered_attention(model: PreTrainedModel, implementation: str) -> str:
-    """Ours under the name that behaves as the model's own, if the model then computes the same."""
+    """Return the name under which our attention behaves as the model's own, if the model then computes the same."""
     ours = {"sdpa": UNCAPPED, "eager": NAME}.get(implementation, implementation)
     alike = ours == implementation or calls_registered_attention(model, (implementation, ours))
     return ours if alike else implementation
 
 
 def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, Forward]]:
-    """The stand-ins that may be used now: hooks may have come since the model was asked."""
+    """Yield the replacements that may be used now: hooks may have been added since the model was examined."""
     bypassed: set[nn.Module] = set()
     for module, forward in recipe.forwards.items():
-        if "forward" not in module.__dict__ and all(untouched(part) for part in _bypassed(module, forward)):
+        if "forward" not in module.__dict__ and all(untouched(inner) for inner in _bypassed(module, forward)):
             bypassed.update(_bypassed(module, forward))
             yield module, forward
     for module in every_module(model):
@@ -217,7 +214,7 @@ def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, 
 
 
 def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
-    """The modules whose own call a stand-in leaves out."""
+    """Return the modules that a replacement does not call."""
     if isinstance(forward, AttentionForward):
         norms = [module.q_norm, module.k_norm] if forward.norm is not None else []
         return [*attention_inputs(module), module.o_proj, *norms]
@@ -230,14 +227,14 @@ def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
 
 
 def _readers_of_one_input(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
-    """The products that could be one: q, k and v, gate and up."""
+    """Return the linear layers that could be one product: q, k and v, gate and up."""
     readers = [attention_inputs(module) for module in every_module(model) if looks_like_attention(module)]
     readers += [mlp_inputs(module) for module in every_module(model) if looks_like_mlp(module)]
     return [layers for layers in readers if len(layers) > 1]
 
 
 def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
-    """Parameters that belong in one storage."""
+    """Return the parameters that belong in one storage."""
     names = ("weight",) if layers[0].bias is None else ("weight", "bias")
     return [[layer.get_parameter(name) for layer in layers] for name in names]
 
@@ -245,7 +242,7 @@ def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]
 def _weights(
     model: PreTrainedModel, readers: list[Sequence[nn.Linear]]
 ) -> dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]:
-    """All weights by shape, joint ones as one."""
+    """Return all weights by shape, joined ones as one."""
     wholes = [whole for layers in readers if (whole := joined([layer.weight for layer in layers])) is not None]
     weights: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
     for weight in (*wholes, *(module.weight for module in every_module(model) if type(module) is nn.Linear)):
@@ -254,7 +251,7 @@ def _weights(
 
 
 def _return_memory(parameter: nn.Parameter) -> int:
-    """Freed weights fit no later request of a joint one, so the allocator would only hoard them."""
+    """Return freed weights to the device: no later request of a joint weight fits them."""
     if parameter.is_cuda:
         torch.cuda.empty_cache()
     return 0

@@ -1,4 +1,4 @@
-"""act(gate) * up: SwiGLU and GeGLU, in the product that makes gate and up or in a kernel of its own behind it."""
+"""act(gate) * up, SwiGLU and GeGLU: as the epilogue of the gate and up product, or as a kernel of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import Value, constexpr, early, jit, runs, start_next, tl, triton, varying, wait_for_last
+from .backend import (
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+)
 from .linear import STRIP, Plan, fits, streamed, tile
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -16,14 +27,14 @@ _BLOCK = 1024
 
 
 def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: Plan | None) -> Tensor:
-    """act(x W_gate^T) * (x W_up^T), W being both, one above the other.
+    """Compute act(x W_gate^T) * (x W_up^T), where W holds the rows of both.
 
     Args:
         x: [..., K].
         weight: [2 * I, K], the gate's rows before the up projection's.
         bias: [2 * I] or None.
         activation: "silu" or "gelu_tanh".
-        plan: what `choose` said, with the inner dimension in one piece; None leaves the product to torch.
+        plan: from `autotune`, without split-K; None: torch computes the product.
 
     Returns:
         [..., I].
@@ -40,7 +51,7 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Ac
     _gated_product_kernel[(triton.cdiv(size, STRIP // 2),)](
         flat, weight, weight if bias is None else bias, out, rows, size, depth, flat.stride(0), weight.stride(0),
         BIAS=bias is not None, TANH=activation == "gelu_tanh", **tile(rows), num_warps=4, num_stages=plan.stages,
-        **early(x.device),
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out.view(*x.shape[:-1], size)
 
@@ -59,30 +70,30 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         >>> gated(torch.randn(3, 16), "silu").shape
         torch.Size([3, 8])
     """
-    if not runs(gate_up):
+    if not can_run(gate_up):
         return gated_reference(gate_up, activation)
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     _gated_kernel[(out.numel() // size, triton.cdiv(size, _BLOCK))](
-        gate_up.contiguous(), out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK, **early(out.device)
+        gate_up.contiguous(), out, size, TANH=activation == "gelu_tanh", BLOCK=_BLOCK, **dependent_launch(out.device)
     )
     return out
 
 
 def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
-    """What `gated` computes, in plain torch."""
+    """Compute what `gated` does, in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(gate, activation) * up
 
 
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """The activation alone."""
+    """Apply the activation alone."""
     return functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
 
 
 @torch.no_grad()
 def recognise(activate_module: Any) -> Activation | None:
-    """Which of the known activations a callable computes, found by trying it."""
+    """Return which supported activation a callable computes, judged by its values on a probe; None for others."""
     probe = torch.linspace(-6, 6, 64)
     try:
         got = activate_module(probe)
@@ -109,14 +120,14 @@ def _gated_product_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
+    launch_dependents(PDL)
     HALF: tl.constexpr = STRIP // 2
     place = tl.arange(0, STRIP)
-    column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may stand over the edge
-    strip = column + place // HALF * size  # half of it the gate's, half the up projection's for the same columns
-    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, EARLY)
+    column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may exceed the edge
+    strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     if BIAS:
         result += tl.load(bias + strip).to(tl.float32)[:, None]
     both = result.to(out.dtype.element_ty)
@@ -127,9 +138,9 @@ def _gated_product_kernel(
 
 
 @varying()
-def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr, EARLY: constexpr) -> None:
-    start_next(EARLY)
-    wait_for_last(EARLY)
+def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOCK: constexpr, PDL: constexpr) -> None:
+    launch_dependents(PDL)
+    wait_for_dependencies(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -140,7 +151,7 @@ def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOC
 
 @jit
 def _gate(gate: Value, up: Value, TANH: constexpr) -> Value:
-    """act(gate) * up, rounded where separate torch operations round."""
+    """Compute act(gate) * up, rounded where separate torch operations round."""
     wide = gate.to(tl.float32)
     # Both activations are x * sigmoid(z): 1 + tanh(y) = 2 sigmoid(2y), so GELU's z is 2 sqrt(2/pi) (x + 0.044715 x^3).
     if TANH:

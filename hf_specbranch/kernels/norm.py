@@ -13,15 +13,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, early, power_of_two, runs, start_next, tl, varying, wait_for_last
-from .linear import MOST_ROWS, Parts, added, opened
+from .backend import (
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    launch_dependents,
+    power_of_two,
+    tl,
+    varying,
+    wait_for_dependencies,
+)
+from .linear import MOST_ROWS, Partials, as_partials, sum_partials
 
 
 class NormForm(NamedTuple):
-    """The ways models write their norm; they differ in rounding, in what weight zero means and in the mean."""
+    """A variant of the norm. Variants differ in rounding, in the meaning of a zero weight and in the mean."""
 
     offset: float = 0.0  # Gemma scales by 1 + weight
-    wide: bool = False  # multiplies by the weight in float32 and rounds once; otherwise rounds before and after
+    wide: bool = False  # multiplies by the weight in float32 and rounds once; otherwise rounds before and after it
     centred: bool = False  # subtracts the mean: LayerNorm
 
 
@@ -31,16 +41,16 @@ FORMS = (PLAIN, GEMMA, WIDE, LAYER_NORM)
 
 
 def rms_norm(
-    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
+    x: Tensor | Partials, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, if any, and normalise over the last dimension.
 
     Args:
-        x: [..., N].
+        x: [..., N], or split-K partials of it.
         weight: [N].
         eps: added to the mean square.
         residual: [..., N], added to `x` first.
-        form: how the model writes it.
+        form: the variant.
 
     Returns:
         The normalised tensor, and the sum it was computed from (`x` itself where there is no residual).
@@ -49,11 +59,11 @@ def rms_norm(
         >>> x, weight = torch.randn(2, 8), torch.ones(8)
         >>> out, total = rms_norm(x, weight, 1e-6, residual=torch.randn(2, 8))
     """
-    if isinstance(x, Parts) and not (residual is not None and x.dtype == weight.dtype == residual.dtype):
+    if isinstance(x, Partials) and not (residual is not None and x.dtype == weight.dtype == residual.dtype):
         x = x.sum()
-    if not isinstance(x, Parts) and not runs(x, weight, residual):
+    if not isinstance(x, Partials) and not can_run(x, weight, residual):
         return rms_norm_reference(x, weight, eps, residual, form)
-    terms, splits = opened(x)
+    terms, splits = as_partials(x)
     columns = x.shape[-1]
     rows = x.shape.numel() // columns
     out = weight.new_empty(x.shape)
@@ -62,12 +72,12 @@ def rms_norm(
     else:
         residual, total = residual.contiguous(), torch.empty_like(out)
     block = power_of_two(columns)
-    share = 128 if rows <= MOST_ROWS else 512  # elements for a warp: few rows are in a hurry, many fill the GPU anyway
+    share = 128 if rows <= MOST_ROWS else 512  # elements per warp: few rows need latency, many fill the GPU anyway
     _norm_kernel[(rows,)](
         terms, residual, weight, out, total, rows * columns, columns, eps,
         SPLITS=splits, ADD=total is not terms, OFFSET=form.offset, WIDE=form.wide, CENTRED=form.centred,
         BLOCK=block,
-        num_warps=min(32, max(1, block // share)), **early(out.device),
+        num_warps=min(32, max(1, block // share)), **dependent_launch(out.device),
     )  # fmt: skip
     return out, total
 
@@ -75,7 +85,7 @@ def rms_norm(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, form: NormForm = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """What `rms_norm` computes, in plain torch."""
+    """Compute what `rms_norm` does, in plain torch."""
     total = x if residual is None else residual + x
     wide = total.float()
     if form.centred:
@@ -86,14 +96,14 @@ def rms_norm_reference(
     return weight * wide.to(total.dtype), total
 
 
-@varying("apart")
+@varying("partial_stride")
 def _norm_kernel(
     x: Value,
     residual: Value,
     weight: Value,
     out: Value,
     total: Value,
-    apart: Value,
+    partial_stride: Value,
     columns: Value,
     eps: Value,
     SPLITS: constexpr,
@@ -102,15 +112,15 @@ def _norm_kernel(
     WIDE: constexpr,
     CENTRED: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
+    launch_dependents(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    wait_for_last(EARLY)
-    value = added(x + place, apart, inside, out.dtype.element_ty, SPLITS)
+    wait_for_dependencies(PDL)
+    value = sum_partials(x + place, partial_stride, inside, out.dtype.element_ty, SPLITS)
     if ADD:
         before = tl.load(residual + place, mask=inside, other=0.0)
         value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)

@@ -1,8 +1,8 @@
-"""Kernels that were never built are built side by side.
+"""Builds the kernels that a stage needs in parallel, before it first runs.
 
-Triton builds a kernel when it is first launched: on a machine that has never seen it, about half a second for the code
-and for the program that launches it, one kernel after the other. In a rehearsal nothing is launched; every kernel that
-would be is built, each in a thread of its own. Whatever a rehearsed stage computes is noise.
+Triton builds a kernel when it is first launched. On a machine that has never seen it this takes about half a second,
+for the code and for the program that launches it, one kernel after another. In a dry run nothing is launched: every
+kernel that would be is built, each in a thread of its own. Whatever a stage computes in a dry run is noise.
 """
 
 from __future__ import annotations
@@ -10,27 +10,31 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-LONG = 0.1  # seconds: what takes longer was built, not found on disk
+LONG_BUILD = 0.1  # seconds: a kernel that takes longer was built, not found on disk
 ABOUT_NOISE = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
+
+Args: TypeAlias = tuple[Any, ...]
+Options: TypeAlias = dict[str, Any]
 
 
 class Kernel:
     """A Triton kernel, launched as usual: `kernel[grid](...)`.
 
     Args:
-        jitted: what `triton.jit` made.
-        varying: its integers that Triton was told not to compile anew for.
+        jitted: the result of `triton.jit`.
+        varying: its integers that Triton does not specialise for.
     """
 
     def __init__(self, jitted: Any, varying: Sequence[str] = ()) -> None:
@@ -40,25 +44,25 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        dry_run = _dry_run.get()
-        if dry_run is None:
-            _wait_for_triton()
+        builder = _builder.get()
+        if builder is None:
+            build_state.wait_for_triton()
             self.jitted[grid](*args, **options)
         else:
-            dry_run.build(self, grid, args, options)
+            builder.build(self, grid, args, options)
 
-    def build(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """As launching it would, and nothing more."""
+    def build(self, grid: tuple[int, ...], args: Args, options: Options) -> None:
+        """Build the kernel as a launch would, without launching it."""
         built = self.jitted.warmup(*args, grid=grid, **options)
-        getattr(built, "run", None)  # the program that launches it, and the code on the device
+        getattr(built, "run", None)  # builds the program that launches it, and loads the code on the device
 
-    def kind(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What Triton compiles it for; arguments alike in this share a build."""
-        alike = (_kind(argument, name in self.varying) for argument, name in zip(args, self.jitted.arg_names))
+    def specialization(self, args: Args, options: Options) -> tuple[Any, ...]:
+        """Return what Triton compiles the kernel for; arguments that agree in this share a build."""
+        alike = (_specialization(argument, name in self.varying) for argument, name in zip(args, self.jitted.arg_names))
         return self, *alike, *sorted(options.items())
 
 
-def _kind(argument: Any, varies: bool) -> Any:
+def _specialization(argument: Any, varies: bool) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if type(argument) is int:
@@ -66,79 +70,130 @@ def _kind(argument: Any, varies: bool) -> Any:
     return type(argument)
 
 
+class Builder(Protocol):
+    """Receives the kernels of a dry run."""
+
+    def build(self, kernel: Kernel, grid: tuple[int, ...], args: Args, options: Options) -> None:
+        """Called in place of a launch."""
+
+
+AnyBuilder = TypeVar("AnyBuilder", bound=Builder)
+_builder: ContextVar[Builder | None] = ContextVar("builder", default=None)
+
+
+@contextmanager
+def dry_run(builder: AnyBuilder) -> Iterator[AnyBuilder]:
+    """Hand every kernel to a builder instead of launching it, in this thread and while the context lasts."""
+    before = _builder.set(builder)
+    try:
+        yield builder
+    finally:
+        _builder.reset(before)
+
+
+def is_dry_run() -> bool:
+    """Return whether kernels are built and not launched."""
+    return _builder.get() is not None
+
+
+class BuildState:
+    """What this process knows about its kernels.
+
+    Attributes:
+        on_disk: whether the kernels of the last new model were found on disk; None: not known yet.
+        triton_ready: set once Triton is initialised, that is, a kernel has been built.
+        background: the thread that initialises Triton, if one was started.
+    """
+
+    def __init__(self) -> None:
+        self.on_disk: bool | None = None
+        self.triton_ready = threading.Event()
+        self.background: threading.Thread | None = None
+        self._start_once = threading.Lock()
+
+    def start_background(self, run: Callable[[], None]) -> None:
+        """Start the background thread, unless there was one or Triton is initialised."""
+        with self._start_once:
+            if self.background is not None or self.on_disk is not None or self.triton_ready.is_set():
+                return
+            thread = threading.Thread(target=run, name="hf_specbranch builds kernels")
+            try:
+                thread.start()
+            except RuntimeError as error:  # there may be too many
+                logger.debug("nothing is built in the background: %s", error)
+            else:
+                self.background = thread
+
+    def wait_for_triton(self) -> None:
+        """Wait until the background thread, if there is one, has initialised Triton."""
+        if self.background is not None:
+            self.triton_ready.wait()
+
+
+build_state = BuildState()
+
+
 class AllBuilt(BaseException):
-    """Kernels are found on disk; there is nothing to rehearse. No error, so whoever expects errors lets it pass."""
+    """Ends a dry run: the kernels are on disk. Not an `Exception`, so that handlers of errors let it pass."""
 
 
-class DryRun:
+class ParallelBuilder:
     """Builds kernels in threads.
 
     Args:
         pool: the threads.
         device: a CUDA device.
-        tells: from how long its first kernel takes it is told whether kernels are on disk; not from the very first of
-            a process, with which Triton sets itself up.
+        detects: the time that the first kernel takes shows whether kernels are on disk. This excludes the very first
+            kernel of a process, which also initialises Triton.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, tells: bool) -> None:
-        self.pool, self.device, self.tells = pool, device, tells
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, detects: bool) -> None:
+        self.pool, self.device, self.detects = pool, device, detects
         self.jobs: dict[tuple[Any, ...], Future[None]] = {}
 
-    def build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Have a kernel built for such arguments, unless that is under way."""
-        kind = kernel.kind(args, options)
-        if kind not in self.jobs:
-            job = self.jobs[kind] = self.pool.submit(self._build, kernel, grid, args, options)
-            if not _set_up.is_set():
+    def build(self, kernel: Kernel, grid: tuple[int, ...], args: Args, options: Options) -> None:
+        """Build a kernel for such arguments, unless that was started already."""
+        specialization = kernel.specialization(args, options)
+        if specialization not in self.jobs:
+            job = self.jobs[specialization] = self.pool.submit(self._build, kernel, grid, args, options)
+            if not build_state.triton_ready.is_set():
                 wait([job])
-                _set_up.set()
-            elif self.tells and not _cold:
-                _cold.append(bool(wait([job], timeout=LONG).not_done) or job.exception() is not None)
-                if True in _cold:
+                build_state.triton_ready.set()
+            elif self.detects and build_state.on_disk is None:
+                build_state.on_disk = not wait([job], timeout=LONG_BUILD).not_done and job.exception() is None
+                if not build_state.on_disk:
                     logger.warning("hf_specbranch builds its GPU kernels: some seconds, once on this machine")
-        if self.tells and False in _cold:
+        if self.detects and build_state.on_disk:
             raise AllBuilt
 
-    def _build(self, kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _build(self, kernel: Kernel, grid: tuple[int, ...], args: Args, options: Options) -> None:
         with torch.cuda.device(self.device):
             kernel.build(grid, args, options)
 
 
-_dry_run: ContextVar[DryRun | None] = ContextVar("rehearsal", default=None)
-_cold: list[bool] = []  # whether the last model whose modules were tried has met kernels that were not on disk
-_set_up = threading.Event()  # Triton is: a kernel has been built
-_aside: list[threading.Thread] = []  # where that happens, if not where it is needed
-_begin_once = threading.Lock()
-
-
-def is_dry_run() -> bool:
-    """Whether kernels are built and not launched."""
-    return _dry_run.get() is not None
-
-
 def build_in_parallel(stage: Callable[[], object], device: torch.device, new_model: bool = False) -> None:
-    """Build the kernels of a stage side by side.
+    """Build the kernels of a stage in parallel.
 
-    Where the first kernel that a model needs is found on disk, so are its others: rehearsals end there and are left
-    out.
+    Where the first kernel of a model is found on disk, so are its others. The dry run ends there, and later ones are
+    skipped.
 
     Args:
-        stage: may be run once more at any time, and keeps to what it is given when what it computes is noise: memory
-            that a kernel was to write must come from `room`.
+        stage: may run once more at any time, and stays within its memory when what it computes is noise: memory that a
+            kernel writes indices to must come from `room`.
         device: a CUDA device.
         new_model: the stage belongs to a model that has not run through kernels before, and may need others.
     """
-    _wait_for_triton()
-    if new_model and False in _cold:
-        _cold.clear()
-    if device.type == "cuda" and False not in _cold:
-        _dry_run_stage(stage, device, tells=True)
+    build_state.wait_for_triton()
+    if new_model and build_state.on_disk:
+        build_state.on_disk = None
+    if device.type == "cuda" and not build_state.on_disk:
+        _build_stage(stage, device, detects=True)
 
 
 def build_in_background(stage: Callable[[], object], device: torch.device) -> None:
-    """Begin the first rehearsal of this process in a thread of its own, so that Triton is set up there.
+    """Do the first dry run of this process in a thread of its own, which initialises Triton.
 
-    Everything else waits for that, but not for its further kernels.
+    Launches and other dry runs wait for that, but not for the further kernels of this one.
 
     Args:
         stage: see `build_in_parallel`.
@@ -147,46 +202,30 @@ def build_in_background(stage: Callable[[], object], device: torch.device) -> No
 
     def run() -> None:
         try:
-            _dry_run_stage(stage, device, tells=False)
+            _build_stage(stage, device, detects=False)
         finally:
-            _set_up.set()  # or it will be by whoever comes next
+            build_state.triton_ready.set()  # after a failure the next kernel initialises Triton
 
-    with _begin_once:
-        if _aside or _cold or _set_up.is_set():
-            return
-        thread = threading.Thread(target=run, name="hf_specbranch builds kernels")
-        try:
-            thread.start()
-        except RuntimeError as error:  # there may be too many
-            logger.debug("nothing is built aside: %s", error)
-        else:
-            _aside.append(thread)
+    build_state.start_background(run)
 
 
-def _wait_for_triton() -> None:
-    if _aside:
-        _set_up.wait()
-
-
-def _dry_run_stage(stage: Callable[[], object], device: torch.device, tells: bool) -> None:
+def _build_stage(stage: Callable[[], object], device: torch.device, detects: bool) -> None:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        dry_run = DryRun(pool, device, tells)
-        before = _dry_run.set(dry_run)
+        builder = ParallelBuilder(pool, device, detects)
         try:
-            stage()
+            with dry_run(builder):
+                stage()
         except AllBuilt:
             pass
-        except ABOUT_NOISE as error:  # or about the stage: then it will be heard of when it runs
-            logger.debug("a rehearsal ended early: %s", error)
+        except ABOUT_NOISE as error:  # an error of the stage itself is raised when it really runs
+            logger.debug("a dry run stopped: %s", error)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        finally:
-            _dry_run.reset(before)
-    logger.debug("%d kernels were rehearsed", len(dry_run.jobs))
+    logger.debug("%d kernels were built in parallel", len(builder.jobs))
 
 
 def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for indices that a kernel will write; in a rehearsal, where it does not, they are valid all the same."""
+    """Allocate memory for indices that a kernel writes. In a dry run nothing writes them, so they are valid zeros."""
     make = torch.zeros if is_dry_run() else torch.empty
     return make(shape, dtype=dtype, device=device)

@@ -1,8 +1,9 @@
-"""Which modules of a model the kernels can stand in for, found by trying.
+"""Which modules of a model the kernels can replace.
 
-Candidates are told by their parts (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight and an
-epsilon). A few tokens then go through the model; every candidate's own output is compared with what its stand-in makes
-of the same input, and one that differs stays as it is. No names of models or classes are used.
+Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
+and an epsilon). A few tokens then run through the model. The output of every candidate is compared with that of its
+replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
+used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..runtime.module_walk import every_module
-from .attention_override import overriding_attention
+from .attention_interface import override_attention
 from .backend import FLOATS
 from .forwards import (
     AnglesForward,
@@ -30,21 +31,21 @@ from .forwards import (
     mlp_inputs,
 )
 from .gated import recognise as recognise_activation
-from .module_check import Call, Forward, agreeing, errors_of, evaluating, telling_input, tolerance
+from .module_check import Call, Forward, agreeing, distinguishing_call, errors_of, evaluating, tolerance
 from .norm import FORMS, PLAIN, NormForm, rms_norm_reference
 
-TRIED = 16  # tokens: kernels compiled for this many serve up to 16 queries over any cache that 16 divides
+TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots
 
 
 def recognise(
     model: PreTrainedModel, calls: dict[nn.Module, Call], shared: Shared, uncapped: bool
 ) -> dict[nn.Module, Forward]:
-    """Stand-ins for the modules that compute what the kernels compute, each tried on its own input.
+    """Return replacement forwards for the modules that compute what the kernels compute, each checked on its own input.
 
     Args:
         model: the model.
-        calls: what its modules were given and gave, from `watch`.
-        shared: what the stand-ins are to share.
+        calls: inputs and outputs of its modules, from `record_calls`.
+        shared: the state that the replacements share.
         uncapped: the model's attention ignores soft caps and sinks.
     """
     norms = _norms(calls, shared)
@@ -63,14 +64,14 @@ def recognise(
 
 @torch.no_grad()
 def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -> bool:
-    """Whether a model computes the same when its config asks for the second of two attentions.
+    """Return whether a model computes the same when its config names the second of two attentions.
 
-    Some models look at the name and go a way of their own.
+    Some models look at the name and take a path of their own.
     """
     config = model.config.get_text_config(decoder=True)
     ids = _few_tokens(model)
-    hidden = torch.ones((1, 1, TRIED, TRIED), dtype=torch.bool, device=ids.device).triu(1)
-    hidden[..., TRIED - 1, 1] = True
+    hidden = torch.ones((1, 1, TOKENS, TOKENS), dtype=torch.bool, device=ids.device).triu(1)
+    hidden[..., TOKENS - 1, 1] = True
     mask = ~hidden
     if names[0] == "eager":
         mask = torch.zeros(hidden.shape, dtype=model.dtype, device=ids.device)
@@ -79,7 +80,7 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
     with evaluating(model):
         try:
             for name in names:
-                with overriding_attention(config, name):
+                with override_attention(config, name):
                     logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float())
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
             return False
@@ -87,7 +88,7 @@ def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -
 
 
 def looks_like_norm(module: Any) -> bool:
-    """A weight, an epsilon, nothing else."""
+    """Return whether a module has a weight, an epsilon and nothing else."""
     return (
         (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
         and [name for name, _ in module.named_parameters()] == ["weight"]
@@ -97,19 +98,19 @@ def looks_like_norm(module: Any) -> bool:
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """Gate, up and down products, or gate and up in one, and an activation."""
-    parts = ("gate_up_proj",) if hasattr(module, "gate_up_proj") else ("gate_proj", "up_proj")
-    if not has_products(module, (*parts, "down_proj")):
+    """Return whether a module has gate, up and down products, or gate and up in one."""
+    inputs_of = ("gate_up_proj",) if hasattr(module, "gate_up_proj") else ("gate_proj", "up_proj")
+    if not has_products(module, (*inputs_of, "down_proj")):
         return False
     inputs, size = mlp_inputs(module), module.down_proj.in_features
     return sum(layer.out_features for layer in inputs) == 2 * size and _same_shape(inputs)
 
 
 def looks_like_attention(module: Any) -> bool:
-    """Products for q, k, v and the output, whole heads, at most a norm of the heads of q and of k."""
-    parts = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    """Return whether a module has products for q, k, v and the output, and at most norms of the heads of q and k."""
+    inputs_of = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     wanted = all(hasattr(module, name) for name in ("head_dim", "scaling", "layer_idx"))
-    if not wanted or not has_products(module, (*parts, "o_proj")):
+    if not wanted or not has_products(module, (*inputs_of, "o_proj")):
         return False
     width = sum(layer.out_features for layer in attention_inputs(module)) - module.o_proj.in_features
     norms = [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
@@ -124,7 +125,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def looks_like_angles(module: Any) -> bool:
-    """Frequencies that stay the same however long the text."""
+    """Return whether a module computes rotary angles from frequencies that do not depend on the length of the text."""
     frequencies = getattr(module, "inv_freq", None)
     return (
         isinstance(frequencies, Tensor)
@@ -135,31 +136,31 @@ def looks_like_angles(module: Any) -> bool:
 
 
 def looks_like_layer(module: Any) -> bool:
-    """Attention and MLP with a norm before each."""
+    """Return whether a module has attention and MLP, with a norm before each."""
     names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
 
 
 def untouched(module: Any) -> bool:
-    """Whether calling a module is calling its class's forward: nobody hooked or replaced it."""
+    """Return whether a module has no hooks and its class's own forward."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" not in module.__dict__ and not any(getattr(module, name) for name in hooks)
 
 
 def has_products(module: Any, names: tuple[str, ...]) -> bool:
-    """Whether these are plain linear layers; wrapped, quantised and hooked ones are not."""
+    """Return whether these are plain linear layers: not wrapped, quantised or hooked."""
     layers = [getattr(module, name, None) for name in names]
     return all(type(layer) is nn.Linear and untouched(layer) and layer.weight.dtype in FLOATS for layer in layers)
 
 
 def layer_norms(module: Any) -> list[nn.Module]:
-    """The norms that a layer applies itself."""
+    """Return the norms that a layer applies itself."""
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     return [getattr(module, name) for name in names if hasattr(module, name)]
 
 
 def _same_shape(layers: Any) -> bool:
-    """One input, biases in all or none."""
+    """Return whether layers have inputs of one size, and all or none a bias."""
     return len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
 
 
@@ -173,7 +174,7 @@ def _head_norms(module: Any) -> list[nn.Module]:
 
 
 def _shared_form(forms: dict[nn.Module, NormForm], norms: list[nn.Module]) -> NormForm | None:
-    """The form that all these norms have; None if one is unknown or they differ."""
+    """Return the form of all these norms; None if one is unknown or they differ."""
     if not all(norm in forms and untouched(norm) for norm in norms):
         return None
     kinds = {forms[norm] for norm in norms}
@@ -181,8 +182,8 @@ def _shared_form(forms: dict[nn.Module, NormForm], norms: list[nn.Module]) -> No
 
 
 def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, NormForward]:
-    """Every norm under the form that comes closest for its class, if that is close enough."""
-    calls = {module: telling_input(module, call) for module, call in calls.items() if looks_like_norm(module)}
+    """Replace every norm by the form that is closest for its class, if that is close enough."""
+    calls = {module: distinguishing_call(module, call) for module, call in calls.items() if looks_like_norm(module)}
     classes: dict[type, list[nn.Module]] = {}
     for module in calls:
         classes.setdefault(type(module), []).append(module)
@@ -194,9 +195,9 @@ def _norms(calls: dict[nn.Module, Call], shared: Shared) -> dict[nn.Module, Norm
 
 
 def _closest_form(modules: list[nn.Module], calls: dict[nn.Module, Call]) -> NormForm:
-    """Found in torch: a kernel would be compiled for each form."""
-    tried = [{module: partial(_norm_in_torch, module, form=form) for module in modules} for form in FORMS]
-    errors = [sum(errors_of(stand_ins, calls).values()) for stand_ins in tried]
+    """Compare the forms in torch: a kernel would be compiled for each."""
+    variants = [{module: partial(_norm_in_torch, module, form=form) for module in modules} for form in FORMS]
+    errors = [sum(errors_of(replacements, calls).values()) for replacements in variants]
     return FORMS[errors.index(min(errors))]
 
 
@@ -206,19 +207,19 @@ def _norm_in_torch(module: Any, hidden_states: Tensor, form: NormForm) -> Tensor
 
 @torch.no_grad()
 def _angles(model: PreTrainedModel) -> dict[nn.Module, Forward]:
-    """The modules that turn positions into cosines and sines, by frequencies that never change; tried far out."""
+    """Replace the modules that compute cosines and sines of positions; checked up to large positions."""
     found: dict[nn.Module, Forward] = {}
     x = model.get_input_embeddings().weight[:1, None]
-    positions = (torch.arange(TRIED, device=x.device) * 2047)[None]
+    positions = (torch.arange(TOKENS, device=x.device) * 2047)[None]
     for module in every_module(model):
         if not looks_like_angles(module):
             continue
         try:
             pairs = zip(AnglesForward(module)(x, positions), module(x, positions), strict=True)
-            far = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
+            error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             continue
-        if far <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
+        if error <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
             found[module] = AnglesForward(module)
     return found
 
@@ -244,23 +245,23 @@ def _final_norm(model: PreTrainedModel) -> nn.Module | None:
 
 
 @torch.no_grad()
-def watch(model: PreTrainedModel) -> dict[nn.Module, Call]:
-    """Send a few tokens through the model and note what the candidates were given and gave."""
+def record_calls(model: PreTrainedModel) -> dict[nn.Module, Call]:
+    """Run a few tokens through the model and record the inputs and outputs of the candidates."""
     calls: dict[nn.Module, Call] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls.setdefault(module, Call(args, kwargs, output))
 
     looks = (looks_like_norm, looks_like_mlp, looks_like_attention, looks_like_layer)
-    watched = [module for module in every_module(model) if any(look(module) for look in looks)]
+    candidates = [module for module in every_module(model) if any(look(module) for look in looks)]
     with evaluating(model), ExitStack() as stack:
-        for module in watched:
-            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        for module in candidates:
+            stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
         model(input_ids=_few_tokens(model), use_cache=False)
     return calls
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:
     weight = model.get_input_embeddings().weight
-    ids: Tensor = (torch.arange(TRIED, device=weight.device) * 7 + 1)[None] % weight.shape[0]
+    ids: Tensor = (torch.arange(TOKENS, device=weight.device) * 7 + 1)[None] % weight.shape[0]
     return ids

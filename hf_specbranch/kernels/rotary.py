@@ -1,10 +1,10 @@
-"""Rotary position embedding of queries and keys in one kernel, which can also put keys and values into the cache.
+"""Rotary position embedding of queries and keys in one kernel, which can also write keys and values to the cache.
 
     x -> x * cos + rotate_half(x) * sin
 
 over the first R dimensions of a head, the halves being [0, R/2) and [R/2, R). Models that pair neighbouring
-dimensions instead are not served. Where a model normalises each head of q and k first, that happens here too, and so
-does the sum where the product that made them is in parts.
+dimensions instead are not supported. The same kernel normalises each head of q and k first, where a model does so, and
+sums the split-K partials of the product that computed them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, early, jit, power_of_two, runs, start_next, tl, varying, wait_once_known
-from .linear import added
+from .backend import (
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    power_of_two,
+    tl,
+    varying,
+    wait_after,
+)
+from .linear import sum_partials
 from .norm import PLAIN, NormForm, rms_norm_reference
 from .parallel_build import is_dry_run
 
@@ -49,11 +60,11 @@ def rotary(
     """Rotate queries and keys.
 
     Args:
-        query: [B, Hq, Q, D], of any strides whose last is 1; or [S, B, Hq, Q, D], float32, parts to be added first.
-        key: [B, Hkv, Q, D], or parts of the same product.
-        value: likewise, needed with `slots` only.
-        cos: [B or 1, Q, R], R at most D and even; what is beyond R passes unrotated.
-        sin: likewise.
+        query: [B, Hq, Q, D], of any strides whose last is 1; or split-K partials [S, B, Hq, Q, D] in float32.
+        key: [B, Hkv, Q, D], or partials of the same product.
+        value: as `key`; needed with `slots` only.
+        cos: [B or 1, Q, R], R at most D and even; dimensions beyond R are not rotated.
+        sin: as `cos`.
         norm: normalise heads first.
         slots: write keys and values there and return no keys.
 
@@ -74,20 +85,20 @@ def rotary(
         assert value is not None
         keys, values, index = slots
         programs = heads + 2 * shared
-    splits, apart = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
+    splits, partial_stride = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
     half = cos.shape[-1] // 2
     block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
     _rotary_kernel[(tokens, programs, rows)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
-        heads, shared, size, half, apart,
+        heads, shared, size, half, partial_stride,
         *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
         SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
         enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
-        **early(query.device),
+        **dependent_launch(query.device),
     )  # fmt: skip
     return out, None if slots is not None else keys
 
@@ -147,11 +158,11 @@ def _fits(
         used += [slots.keys, slots.values]
         if slots.places.dtype != torch.long or slots.places.stride(-1) != 1:
             return False
-    return runs(*used) and all(tensor.stride(-1) == 1 for tensor in used if tensor is not None)
+    return can_run(*used) and all(tensor.stride(-1) == 1 for tensor in used if tensor is not None)
 
 
 @varying(
-    "heads", "key_heads", "apart", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
+    "heads", "key_heads", "partial_stride", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
     "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
 )  # fmt: skip
 def _rotary_kernel(
@@ -171,7 +182,7 @@ def _rotary_kernel(
     key_heads: Value,
     size: Value,
     half: Value,
-    apart: Value,
+    partial_stride: Value,
     query_row: Value,
     query_head: Value,
     query_token: Value,
@@ -203,10 +214,10 @@ def _rotary_kernel(
     BLOCK: constexpr,
     REST: constexpr,
     PARTIAL: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ) -> None:
-    start_next(EARLY)
-    # A program serves one head of one token: first the queries' heads, then the keys', then the values'.
+    launch_dependents(PDL)
+    # One program per head and token: first the heads of the queries, then of the keys, then of the values.
     token, program, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     turns = program < heads + key_heads
     low = tl.arange(0, BLOCK)
@@ -216,16 +227,16 @@ def _rotary_kernel(
     if program < heads:
         source = query + row * query_row + program * query_head + token * query_token
         target = out + row * out_row + program * out_head
-        apart_tokens, weight = out_token, query_weight
+        token_stride, weight = out_token, query_weight
     elif turns:
         source = key + row * key_row + (program - heads) * key_head + token * key_token
         target = keys + row * keys_row + (program - heads) * keys_head
-        apart_tokens, weight = keys_slot, key_weight
+        token_stride, weight = keys_slot, key_weight
     else:
         source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
         target = values + row * values_row + (program - heads - key_heads) * values_head
-        apart_tokens, weight = values_slot, key_weight
-    wait_once_known(source.to(tl.int64), EARLY)
+        token_stride, weight = values_slot, key_weight
+    wait_after(source.to(tl.int64), PDL)
     slot = token
     if SCATTER:
         slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
@@ -235,10 +246,10 @@ def _rotary_kernel(
     sin_second = tl.load(tilt + half, mask=inside & turns, other=0.0).to(tl.float32)
     rest = 2 * half + tl.arange(0, REST)
     dtype = out.dtype.element_ty
-    first = added(source + low, apart, inside, dtype, SPLITS)
-    second = added(source + half + low, apart, inside, dtype, SPLITS)
+    first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
+    second = sum_partials(source + half + low, partial_stride, inside, dtype, SPLITS)
     if PARTIAL:
-        beyond = added(source + rest, apart, rest < size, dtype, SPLITS)
+        beyond = sum_partials(source + rest, partial_stride, rest < size, dtype, SPLITS)
     if turns:
         if NORM:
             one, two = first.to(tl.float32), second.to(tl.float32)
@@ -256,7 +267,7 @@ def _rotary_kernel(
         left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
         right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
         first, second = left.to(dtype), right.to(dtype)
-    target += slot * apart_tokens
+    target += slot * token_stride
     tl.store(target + low, first, mask=inside)
     tl.store(target + half + low, second, mask=inside)
     if PARTIAL:

@@ -1,4 +1,4 @@
-"""Several weights in one storage, so that one product reads them all; each parameter is a view of its part."""
+"""Several weights in one storage, so that one product reads them all. Each parameter is a view of its rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def join(parameters: Sequence[nn.Parameter]) -> bool:
-    """Lay parameters [N_i, ...] one behind the other in a new storage; they stay the objects they are.
+    """Move parameters [N_i, ...] into one new storage, one after the other. They remain the same objects.
 
-    Old storages are freed one by one. Parameters that share theirs with others are left alone.
+    Old storages are freed one by one. Parameters that share a storage with others are left alone.
 
     Returns:
         Whether anything moved.
@@ -35,7 +35,7 @@ def join(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def joined(parameters: Sequence[Tensor]) -> Tensor | None:
-    """The one tensor that these lie in, one behind the other, or None. A view: it keeps nothing else alive."""
+    """Return the one tensor that these parameters fill, one after the other, or None. It is a view of their storage."""
     first = parameters[0]
     if not _plain(first):
         return None

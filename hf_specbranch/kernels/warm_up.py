@@ -1,7 +1,7 @@
-"""What every generation needs is built while the first model is still being looked at.
+"""Warm-up: builds the kernels that every generation needs while the first model is still being checked.
 
-The first kernel of a process is slow even if it lies on disk: Triton sets itself up. That need not wait until it is
-known which kernels a model can use.
+The first kernel of a process is slow even if it is on disk, since Triton is initialised with it. That need not wait
+until it is known which kernels a model can use.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from .blocks import blocks_in_use
 from .parallel_build import build_in_background
 from .rounds import ForwardInputs, verify_draft, verify_inputs
 
-SLOTS, SIZE = 256, 128  # that a short text shows, and of heads; others share most of these kernels
+SLOTS, SIZE = 256, 128  # visible slots of a short text, and head size; other sizes share most of these kernels
 
 
-def prepare(device: torch.device) -> None:
-    """Have Triton set up and the first kernels built in the background, once in a process.
+def warm_up_in_background(device: torch.device) -> None:
+    """Initialise Triton and build the first kernels in the background, once per process.
 
     Example:
-        >>> prepare(torch.device("cpu"))  # nothing is built there
+        >>> warm_up_in_background(torch.device("cpu"))  # nothing is built there
     """
     if device.type == "cuda" and serves(device):
         build_in_background(lambda: _kernels_of_every_model(device), device)
 
 
 def _kernels_of_every_model(device: torch.device) -> None:
+    """Launch the kernels that the first round needs, whatever the model; in a dry run only."""
+
     def numbers(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.long, device=device)
 

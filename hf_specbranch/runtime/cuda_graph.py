@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
-from ..kernels.attention_override import original_attention
+from ..kernels.attention_interface import original_attention
 from ..model_state import state_of
 from .base import Step
 from .eager import SMALLEST, EagerRunner, round_up

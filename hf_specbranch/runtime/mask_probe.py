@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention_override import original_attention
+from ..kernels.attention_interface import original_attention
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
 from ..model_state import state_of

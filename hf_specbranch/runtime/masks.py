@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels.attention_override import original_attention
+from ..kernels.attention_interface import original_attention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Implementations that take an explicit mask over keys: a boolean one, and one to be added to the scores.

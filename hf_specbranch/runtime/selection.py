@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..kernels import prepare
+from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
 from ..model_state import state_of
 from . import cuda_graph
@@ -44,7 +44,7 @@ def runner_for(
     ours = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if ours and runtime != "eager" and not reason:
-        prepare(model.device)
+        warm_up_in_background(model.device)
     masks = mask_maker_for(model, role)
     if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")

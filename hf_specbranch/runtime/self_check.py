@@ -1,12 +1,12 @@
-"""Does a whole pass through our kernels compute what the model's own pass computes? Asked once of each model.
+"""Self-check of a whole pass: do our kernels compute what the model's own pass computes? Done once per model.
 
-`kernels/recognise.py` tries the stand-ins one by one. Here they run joined, as decoding joins them: a text is read by
-the model itself, then one pass over a chain of tokens with branches goes through the kernels, and its logits are
+`kernels/module_check.py` checks the replacement forwards one by one. Here they run together, as in decoding. The model
+itself prefills a text. One pass over draft tokens with branches then runs through the kernels, and its logits are
 compared with those of the model's own pass over the same cache.
 
-Two correct passes differ by rounding. How much depends on the model, so the model itself shows it: its pass is repeated
-with every element of the embeddings moved by at most one unit in the last place, after which all further roundings fall
-differently. That difference is the noise floor.
+Two correct passes differ by rounding. How much depends on the model, so it is measured: the model's pass is repeated
+with every element of the embeddings moved by at most one unit in the last place, after which all later operations
+round differently. That difference is the noise floor.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from .masks import MaskMaker
 
 logger = logging.getLogger(__name__)
 
-PREFIX = 64  # tokens that the model itself reads, or fewer where it has not learned so many positions
-# The pass: ten tokens in a chain, and branches of three after the second and the fifth of them. Up to sixteen
+PREFIX = 64  # tokens of the prefill, or fewer where the model has learned fewer positions
+# The pass: ten tokens in sequence, and branches of three after the second and the fifth of them. Up to sixteen
 # tokens, products run through the same kernels as for one.
 PARENTS = (None, *range(9), 1, 10, 11, 4, 13, 14)
-SLOTS = tuple(7 * query % len(PARENTS) for query in range(len(PARENTS)))  # after the prefix, in no order
-# Correct kernels are at 1, whatever the model. RMSNorm in place of LayerNorm in each of 32 layers is at 3.
+SLOTS = tuple(7 * query % len(PARENTS) for query in range(len(PARENTS)))  # after the prefix, out of order
+# Correct kernels are at 1 for every model. RMSNorm in place of LayerNorm in each of 32 layers is at 3.
 MOST_NOISE = 1.5
-TEXTS = (
-    3  # kernels are left out if they exceed it on all of these: in a mixture of experts, rounding can switch experts
-)
+# Kernels are refused if they exceed it on all of these texts: in a mixture of experts, rounding can switch experts.
+TEXTS = 3
 
 
 class Comparison(NamedTuple):
-    """Root mean square differences of the logits from the model's own pass, each [Q], and the spread of these."""
+    """Root mean square differences of the logits from those of the model's own pass, and the spread of the latter."""
 
-    kernels: Tensor
-    noise: Tensor
-    spread: Tensor
+    kernels: Tensor  # [Q]
+    noise: Tensor  # [Q]
+    spread: Tensor  # [Q]
 
     def ratio(self, dtype: torch.dtype) -> float:
-        """How far the kernels are above the noise floor: the geometric mean over the tokens.
+        """Return how far the kernels are above the noise floor: the geometric mean over the tokens.
 
-        The floor is at least the rounding of the logits themselves, and 64 units of float32, to which kernels
-        approximate exponentials, roots and tanh.
+        The floor is at least the rounding of the logits plus 64 units of float32, the accuracy of exponentials, roots
+        and tanh in kernels.
         """
         least = torch.finfo(dtype).eps / 4 + 64 * torch.finfo(torch.float32).eps
         floor = torch.maximum(self.noise, least * self.spread)
@@ -61,13 +60,13 @@ class Comparison(NamedTuple):
 
 
 def kernels_agree(model: PreTrainedModel, masks: MaskMaker) -> bool:
-    """Whether a pass through the kernels is as close to the model's own as rounding allows.
+    """Return whether a pass through the kernels is as close to the model's own as rounding allows.
 
-    Says so in one log line where it is not.
+    Where it is not, one warning says so.
 
     Args:
         model: the model, on one device.
-        masks: how it wants its masks.
+        masks: makes its masks.
     """
     ratio = math.inf
     try:
@@ -77,7 +76,7 @@ def kernels_agree(model: PreTrainedModel, masks: MaskMaker) -> bool:
                 logger.debug("%s through our kernels: %.2f times the noise floor", type(model).__name__, ratio)
                 return True
         reason = f"a pass through them differs from its own by {ratio:.1f} times the rounding noise"
-    except Exception as error:  # whatever it is, the model's own code is still there
+    except Exception as error:  # whatever it is, the model's own code remains
         reason = f"a pass through them raises {type(error).__name__}: {error}"
     logger.warning("%s runs without our GPU kernels: %s", type(model).__name__, reason)
     return False
@@ -89,24 +88,24 @@ def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0) -> Comparis
 
     Args:
         model: the model, on one device.
-        masks: how it wants its masks.
-        text: which text to read.
+        masks: makes its masks.
+        text: the index of the text.
     """
     with evaluating(model):
         runner = EagerRunner(model, masks)
-        _read_prefix(runner, text)
+        _prefill(runner, text)
         own = _pass(runner, text)
         with fused(model):
             ours = _pass(runner, text)
         with _rounding_noise(model):
             noisy_runner = EagerRunner(model, masks)
-            _read_prefix(noisy_runner, text)
+            _prefill(noisy_runner, text)
             noisy = _pass(noisy_runner, text)
     return Comparison(_rms(ours - own), _rms(noisy - own), own.std(-1))
 
 
 def _text(runner: EagerRunner, text: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the prefix and of the pass, [1, P] and [1, Q]."""
+    """Return the tokens of the prefix and of the pass, [1, P] and [1, Q]."""
     count = len(PARENTS)
     prefix = PREFIX if runner.learned_positions is None else max(1, min(PREFIX, runner.learned_positions - count))
     numbers = torch.arange(prefix + count, device=runner.device)[None] + text * (PREFIX + count)
@@ -114,16 +113,16 @@ def _text(runner: EagerRunner, text: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :prefix], tokens[:, prefix:]
 
 
-def _read_prefix(runner: EagerRunner, text: int) -> None:
+def _prefill(runner: EagerRunner, text: int) -> None:
     runner.reserve(1, SMALLEST)
     tokens, _ = _text(runner, text)
     runner.prefill(tokens, torch.arange(tokens.shape[1], device=runner.device)[None], None)
 
 
 def _pass(runner: EagerRunner, text: int) -> Tensor:
-    """Logits [Q, V] in float32 of the tokens after the prefix, all in one pass."""
-    read, tokens = _text(runner, text)
-    prefix = read.shape[1]
+    """Return the logits [Q, V] in float32 of the tokens after the prefix, from one pass."""
+    before, tokens = _text(runner, text)
+    prefix = before.shape[1]
     visible = torch.zeros((len(PARENTS), SMALLEST), dtype=torch.bool)
     visible[:, :prefix] = True
     positions: list[int] = []
@@ -143,13 +142,13 @@ def _pass(runner: EagerRunner, text: int) -> Tensor:
 
 @contextmanager
 def _rounding_noise(model: PreTrainedModel) -> Iterator[None]:
-    """Moves each element of the embeddings by about half a unit in the last place, up or down."""
+    """Move each element of the embeddings by about half a unit in the last place, up or down."""
     generator = torch.Generator(model.get_input_embeddings().weight.device).manual_seed(0)
 
     def move(_module: nn.Module, _args: object, states: Tensor) -> Tensor:
         unit = torch.finfo(states.dtype).eps
         if states.dtype == torch.float32 and states.is_cuda and torch.get_float32_matmul_precision() != "highest":
-            unit = 2.0**-10  # of TF32, in which products then are
+            unit = 2.0**-10  # products are in TF32 then
         noise = torch.empty_like(states, dtype=torch.float64).uniform_(-unit, unit, generator=generator)
         return (states.double() * (1 + noise)).to(states.dtype)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import build_in_parallel
-from ..kernels.graph_split import splitting
+from ..kernels.forwards import split_graph
 
 _serials = count()
 
@@ -94,7 +94,7 @@ class GraphMemory:
 
         begin()
         try:
-            with splitting(cut):
+            with split_graph(cut):
                 stage()
         finally:
             graphs[-1].capture_end()

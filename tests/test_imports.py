@@ -1,0 +1,98 @@
+"""Modules import each other in one direction: no cycles, those inside functions and under TYPE_CHECKING included."""
+
+import ast
+from pathlib import Path
+
+import hf_specbranch
+
+ROOT = Path(hf_specbranch.__file__).parent
+PACKAGE = ROOT.name
+
+
+def module_name(path, root=ROOT):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(name, source, known, is_package):
+    """The modules of `known` that one module names in an import, wherever in its source.
+
+    `from a.b import c` is an import of `a.b.c` if that is a module, else of `a.b`.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".") if is_package else name.split(".")[:-1]
+            above = base[: len(base) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{origin}.{alias.name}"
+                found.add(whole if whole in known else origin)
+    return found & known - {name}
+
+
+def import_graph(root=ROOT):
+    """Which modules each module of a package imports. A package's `__init__` is a node of its own."""
+    files = {module_name(path, root): path for path in sorted(root.rglob("*.py"))}
+    return {
+        name: imported_by(name, path.read_text(), files.keys(), path.name == "__init__.py")
+        for name, path in files.items()
+    }
+
+
+def cycles(graph):
+    """Strongly connected components of more than one module (Tarjan's algorithm)."""
+    index, low, on_stack, stack, found = {}, {}, set(), [], []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        on_stack.add(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in on_stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = []
+            while not component or component[-1] != node:
+                component.append(stack.pop())
+                on_stack.discard(component[-1])
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_import_cycles():
+    graph = import_graph()
+    assert len(graph) > 50 and any(graph.values())
+    assert cycles(graph) == []
+
+
+def test_import_cycles_are_found(tmp_path):
+    """In a package whose modules import each other lazily and for types only."""
+    root = tmp_path / "package"
+    (root / "inner").mkdir(parents=True)
+    (root / "__init__.py").write_text("from .first import one\n")
+    (root / "first.py").write_text("def one():\n    from .inner import second\n    return second\n")
+    (root / "inner" / "__init__.py").write_text("")
+    (root / "inner" / "second.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..first import one\nfrom . import third\n"
+    )
+    (root / "inner" / "third.py").write_text("import package.inner\n")
+    graph = import_graph(root)
+    assert graph == {
+        "package": {"package.first"},
+        "package.first": {"package.inner.second"},
+        "package.inner": set(),
+        "package.inner.second": {"package.first", "package.inner.third"},
+        "package.inner.third": {"package.inner"},
+    }
+    assert cycles(graph) == [["package.first", "package.inner.second"]]
