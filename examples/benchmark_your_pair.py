@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import python_prompts
-from hf_specbranch.planning.costs import measure_costs
+from hf_specbranch.planning.measure import measure_costs
 from hf_specbranch.planning.simulate import predict, record_agreement
 
 

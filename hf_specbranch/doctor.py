@@ -14,7 +14,7 @@ from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
 from .mixin import specbranch
 from .planning.chooser import choose, described, plans_within
-from .planning.costs import Inputs, Measurement, generations, measure_costs
+from .planning.measure import Inputs, Measurement, generations, measure_costs
 from .planning.simulate import Agreement, predict
 from .planning.tune import Ranked, rank, record_all
 from .runtime.mask_probe import mask_maker_for

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.cli import app
 from hf_specbranch.doctor import FAILED, check_everything, examine
-from hf_specbranch.planning.costs import TimedRounds, fit_costs
+from hf_specbranch.planning.measure import TimedRounds, fit_costs
 from hf_specbranch.planning.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
 from hf_specbranch.planning.tune import POLICIES, rank, tune, tuning_generations
 

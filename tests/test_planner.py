@@ -19,16 +19,9 @@ from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
-from hf_specbranch.planning.chooser import (
-    MOST_HIDDEN,
-    SURELY_BETTER,
-    SegmentTiming,
-    choose,
-    ordinary_text,
-    plans_within,
-    prices,
-    usual_costs,
-)
+from hf_specbranch.planning.agreement import Texts, ordinary_text
+from hf_specbranch.planning.chooser import MOST_HIDDEN, SURELY_BETTER, choose, plans_within
+from hf_specbranch.planning.costs import SegmentTiming, prices, usual_costs
 from hf_specbranch.planning.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.static_buffers import StaticBuffers
@@ -324,7 +317,7 @@ def test_texts_that_are_generated_at_once_are_told_apart():
 
 
 def test_only_the_last_texts_are_remembered_whoever_adds_to_them():
-    texts = online.Texts(most=3)
+    texts = Texts(most=3)
     names = [texts.begin() for _ in range(40)]
     with ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(lambda name: texts.remember(name, [name]), names))

@@ -222,7 +222,7 @@ def test_branches_save_the_wait_for_a_new_draft():
         ),
         (
             lambda: replay(perfect(), BRANCHING(max_rejection_branches=2)),
-            "max_outcomes=2 and runners_up=0, but the rec",
+            "max_rejection_branches=2 and tree_leaves=0, but the rec",
         ),
         (lambda: Agreement((0.1, 0.2), (0, 0), 4, ((0.1,),)), "chances at 1 of 2 tokens"),
         (lambda: predict([perfect(1)], SpecBranchConfig(), COSTS), "record at least two new tokens"),

@@ -12,7 +12,7 @@ import torch
 
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
-from ..planning.costs import TimedRounds, fit_costs, was_captured
+from ..planning.measure import TimedRounds, fit_costs, was_captured
 from ..planning.simulate import Agreement, Round, StepCosts, read_agreement, replay, settled
 from .findings import Measurement
 from .measure import Benchmark

@@ -13,7 +13,8 @@ from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..model_state import num_parameters
 from ..planning.agreement import Agreement, agreement_with, read_agreement
-from ..planning.chooser import MOST_HIDDEN, plans_within, usual_costs
+from ..planning.chooser import MOST_HIDDEN, plans_within
+from ..planning.costs import usual_costs
 from ..planning.online import Planner, knowledge_of
 from ..runtime.eager import EagerRunner, round_up
 from ..runtime.kv_cache import past_length

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
-from threading import Lock
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -22,18 +20,10 @@ from ..model_state import state_of
 from ..runtime.adapters import adapter_state
 from ..runtime.overlap import Overlap
 from ..stats import SpecBranchStats
-from .chooser import (
-    SURELY_BETTER,
-    Choice,
-    SegmentTiming,
-    choose,
-    described,
-    may_be_better,
-    ordinary_text,
-    prices,
-    width,
-)
-from .simulate import Agreement, StepCosts, predict
+from .agreement import Agreement, Texts, ordinary_text
+from .chooser import SURELY_BETTER, Choice, choose, described, may_be_better, width
+from .costs import SegmentTiming, StepCosts, prices
+from .simulate import predict
 
 WARM_UP, TIMED = 2, 4  # rounds; the first of a plan may set things up
 FEW = 6  # tokens of a chain that is tried for what it takes
@@ -59,42 +49,6 @@ class PlanSegment(NamedTuple):
     overlap: bool
     predicted: float | None = None  # tokens a second of a row
     tokens_per_pass: float = 1.0  # predicted too
-
-
-class Texts:
-    """How the draft did on the last few texts, each as far as it has come. Several may be generated at a time.
-
-    Args:
-        most: how many are remembered.
-
-    Example:
-        >>> texts = Texts(most=2)
-        >>> first, second = texts.begin(), texts.begin()
-        >>> texts.remember(first, ["half"])
-        ['half']
-        >>> texts.remember(first, ["whole"])
-        ['whole']
-        >>> texts.remember(second, ["other"])
-        ['whole', 'other']
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most, self.lock, self.numbers = most, Lock(), count()
-        self.found: dict[int, list[Agreement]] = {}  # the latest last
-
-    def begin(self) -> int:
-        """A name for a text."""
-        return next(self.numbers)
-
-    def remember(self, text: int, found: list[Agreement]) -> list[Agreement]:
-        """Put this in place of what was known of a text, if it is anything; all that is known then."""
-        with self.lock:
-            if found:
-                self.found.pop(text, None)
-                self.found[text] = found
-            for oldest in list(self.found)[: -self.most]:
-                del self.found[oldest]
-            return [agreement for some in self.found.values() for agreement in some]
 
 
 @dataclass

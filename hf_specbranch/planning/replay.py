@@ -36,8 +36,8 @@ def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True
     Example:
         >>> from hf_specbranch import SpecBranchConfig
         >>> from hf_specbranch.planning.simulate import settled
-        >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).max_outcomes
-        (0.4, 12)
+        >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).tree_leaves
+        (0.4, 6)
     """
     decided, policy = config.decided(captured, cheap), POLICIES[config.policy]
     outcomes, leaves = (

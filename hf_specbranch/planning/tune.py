@@ -12,9 +12,12 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
+from .agreement import Agreement, record_agreement
 from .chooser import WORTH_OVERLAPPING
-from .costs import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
-from .simulate import Agreement, Prediction, StepCosts, predict, record_agreement, settled
+from .costs import StepCosts
+from .measure import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
+from .replay import settled
+from .simulate import Prediction, predict
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
