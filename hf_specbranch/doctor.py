@@ -1,4 +1,4 @@
-"""Is this pair worth it here? Checks, measurements, a prediction for each policy, and a recommendation."""
+"""Say whether a pair is worth it on this machine: checks, measurements, a prediction per policy, a recommendation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
 from .mixin import specbranch
-from .planning.chooser import choose, described, plans_within
+from .planning.chooser import choose, describe, plans_within
 from .planning.measure import Inputs, Measurement, generations, measure_costs
 from .planning.simulate import Agreement, predict
 from .planning.tune import Ranked, rank, record_all
@@ -22,12 +22,12 @@ from .validation import check_model, check_pair
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory
-CACHE_TOKENS = 4096
+CACHE_TOKENS = 4096  # the context length for which the size of the KV caches is reported
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     state: str  # OK, WARNING or FAILED
@@ -36,30 +36,30 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy."""
+    """The speed of one policy, in tokens per second after the first token."""
 
     name: str
     settings: dict[str, Any]
-    predicted: float  # tokens per second behind the first token
-    ratio: float  # to plain generate()
+    predicted: float
+    ratio: float  # of the predicted speed to plain generate()
     measured: float | None = None
 
 
 @dataclass(frozen=True)
-class VerifyResult:
+class Report:
     """What the doctor found.
 
     Args:
-        checks: what was looked at; if one failed, nothing was measured.
-        agreement: how often draft and target say the same.
-        costs: milliseconds a step, and the hidden part of drafting.
+        checks: the results of all checks. If one failed, nothing was measured.
+        verdict: the answer in one sentence.
+        agreement: how often the draft predicts the target's token.
+        costs: milliseconds per step, and the hidden fraction of overlapped drafting.
         plain: tokens per second of plain `generate()`.
-        policies: a prediction for each policy at its default settings and at its best, and for the default's plan.
-        planned: what the default, which plans for itself, would choose at these costs, in words.
-        recommended: settings to use; None where plain decoding is better, or a check failed.
-        verdict: the answer in words.
-        prediction_error: how far predictions are off what was measured, the median.
-        recording: what the draft made of each text; `simulate.predict` takes it. Not part of `to_dict`.
+        policies: a prediction for each policy at its default settings and at its best, and for `policy="auto"`.
+        planned: the plan that `policy="auto"` would choose at these costs, in words.
+        recommended: the settings to use; None if plain decoding is faster or a check failed.
+        prediction_error: the median relative error of the predictions.
+        recording: a recording of agreement per text, as `planning.predict` takes it. Not part of `to_dict`.
     """
 
     checks: list[Check]
@@ -75,14 +75,14 @@ class VerifyResult:
 
     @property
     def usable(self) -> bool:
-        """No check failed."""
+        """Whether no check failed."""
         return all(check.state != FAILED for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        told = {**asdict(self), "usable": self.usable}
-        del told["recording"]
-        return told
+        """Return all fields but `recording`, ready for JSON."""
+        fields = {**asdict(self), "usable": self.usable}
+        del fields["recording"]
+        return fields
 
 
 def examine(
@@ -92,26 +92,26 @@ def examine(
     draft_tokenizer: Any,
     prompts: Sequence[str],
     max_new_tokens: int = 48,
-    gamma: int = 8,
-    branches: int = 4,
+    max_draft_length: int = 8,
+    max_branches: int = 4,
     repeats: int = 2,
     runtime: str = "auto",
     tick: Callable[[], None] = lambda: None,
-) -> VerifyResult:
-    """Check a pair, measure it on a few prompts, and say what to expect of each policy.
+) -> Report:
+    """Check a pair, measure it on a few prompts, and predict the speed of each policy.
 
     Args:
-        target: the large model.
-        draft: the small one.
-        tokenizer: the target's.
-        draft_tokenizer: the draft's, to be compared; None if there is none.
+        target: the target model.
+        draft: the draft model.
+        tokenizer: the target's tokenizer.
+        draft_tokenizer: the draft's tokenizer, to be compared with the target's; None if there is none.
         prompts: texts like those the pair is meant for.
-        max_new_tokens: how much text each is to give.
-        gamma: the longest draft of the defaults that are measured.
-        branches: the most branches of these.
-        repeats: the fastest of so many runs counts.
+        max_new_tokens: tokens to generate per prompt.
+        max_draft_length: gamma of the settings that are measured.
+        max_branches: k_max of the settings that are measured.
+        repeats: how often each is timed; the fastest run counts.
         runtime: as in `SpecBranchConfig`.
-        tick: called after every generation; `examination_generations` says how often.
+        tick: called after every generation, `examination_generations` times.
 
     Example:
         >>> from hf_specbranch import load_demo_pair
@@ -123,21 +123,21 @@ def examine(
     """
     checks = check_everything(target, draft, tokenizer, draft_tokenizer)
     if failed := [check for check in checks if check.state == FAILED]:
-        return VerifyResult(checks, f"This pair cannot be used: {failed[0].found}")
+        return Report(checks, f"This pair cannot be used: {failed[0].found}")
     model = specbranch(target)
     inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
     inputs, agreements = record_all(model, draft, inputs, max_new_tokens, tick)
     if not agreements:
         checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
-        return VerifyResult(checks, "Nothing could be measured: " + checks[-1].found)
+        return Report(checks, "Nothing could be measured: " + checks[-1].found)
     measurement = measure_costs(
-        model, draft, inputs, agreements, gamma, branches, runtime=runtime, repeats=repeats, tick=tick
+        model, draft, inputs, agreements, max_draft_length, max_branches, runtime=runtime, repeats=repeats, tick=tick
     )
     return _conclude(checks, agreements, measurement, runtime, is_cheap(target, draft))
 
 
 def examination_generations(prompts: int, repeats: int = 2) -> int:
-    """How often `examine` will tick."""
+    """Return how often `examine` calls `tick`."""
     return prompts + generations(prompts, repeats)
 
 
@@ -147,7 +147,7 @@ def examination_generations(prompts: int, repeats: int = 2) -> int:
 def check_everything(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any
 ) -> list[Check]:
-    """All checks that need no text."""
+    """Run all checks that need no text."""
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
     millions = [model.num_parameters() / 1e6 for model in (target, draft)]
     models = f"{type(target).__name__}, {millions[0]:,.1f}M; draft {type(draft).__name__}, {millions[1]:,.1f}M"
@@ -156,11 +156,11 @@ def check_everything(
         _try("vocabulary", lambda: check_pair(target, draft, None, None), f"{sizes[0]} and {sizes[1]} entries"),
     ]
     if draft_tokenizer is None:
-        checks.append(Check("tokenizers", WARNING, "the draft has none: taken to be the target's"))
+        checks.append(Check("tokenizers", WARNING, "the draft has none: it is assumed to use the target's"))
     else:
         compare = "the same entries in both"
         checks.append(_try("tokenizers", lambda: check_pair(target, draft, tokenizer, draft_tokenizer), compare))
-        if checks[-1].state == OK:  # same tokens: then sizes that differ are padding
+        if checks[-1].state == OK:  # with equal tokens, different sizes are padding
             checks[1] = Check("vocabulary", OK, checks[1].found if checks[1].state == OK else "padded differently")
     if all(check.state != FAILED for check in checks):
         attention = target.config.get_text_config(decoder=True)._attn_implementation
@@ -192,7 +192,7 @@ def _devices(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
     if "cpu" in kinds and len(kinds) > 1:
         return Check("devices", WARNING, f"{where}: one model is on the CPU")
     if kinds == {"cpu"}:
-        return Check("devices", WARNING, f"{where}: no GPU, so a pass over many tokens costs more than one over one")
+        return Check("devices", WARNING, f"{where}: no GPU, so a pass over several tokens takes longer than over one")
     return Check("devices", OK, where)
 
 
@@ -204,13 +204,13 @@ def _memory(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        return Check("memory", OK, f"weights {_gib(weights)}; caches of {CACHE_TOKENS} tokens {_gib(cache)}")
-    found = f"weights {_gib(weights)}; caches of {CACHE_TOKENS} tokens {_gib(cache)}; free {_gib(free)}"
+        return Check("memory", OK, f"weights {_gib(weights)}; KV caches of {CACHE_TOKENS} tokens {_gib(cache)}")
+    found = f"weights {_gib(weights)}; KV caches of {CACHE_TOKENS} tokens {_gib(cache)}; free {_gib(free)}"
     return Check("memory", OK if free > cache else WARNING, found)
 
 
 def _cache_bytes(model: PreTrainedModel) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of keys and values per token, over all layers."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -230,7 +230,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _conclude(
     checks: list[Check], agreements: list[Agreement], measurement: Measurement, runtime: str, cheap: bool
-) -> VerifyResult:
+) -> Report:
     costs, plain = measurement.costs, measurement.plain
     ranked = rank(agreements, costs, runtime=runtime, captured=measurement.captured, cheap=cheap)
     rows = [_row(name, measurement, plain) for name in ("autoregressive", "vanilla", "pearl", "specbranch")]
@@ -242,14 +242,14 @@ def _conclude(
     rows.append(Row("auto", auto.to_dict(), choice.tokens_per_second, choice.tokens_per_second / plain))
     alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
     verdict, worthwhile = _verdict(ranked[0], alone, plain)
-    return VerifyResult(
+    return Report(
         checks=checks,
         verdict=verdict,
         agreement=_agreement(agreements),
         costs=costs.to_dict(),
         plain=plain,
         policies=rows,
-        planned=", ".join(described(choice.plan, choice.plan.overlap)),
+        planned=describe(choice.plan, choice.plan.overlap),
         recommended=ranked[0].config.to_dict() if worthwhile else None,
         prediction_error=measurement.error,
         recording=agreements,
@@ -270,27 +270,27 @@ def _speeds(ranked: Ranked, plain: float) -> tuple[float, float]:
 def _verdict(best: Ranked, alone: float, plain: float) -> tuple[str, bool]:
     speed = best.prediction.tokens_per_second
     ratio = speed / max(alone, plain)
-    over = f"{ratio:.2f}x the speed of decoding without a draft ({max(alone, plain):.0f} tokens a second)"
+    over = f"{ratio:.2f}x the speed of decoding without a draft ({max(alone, plain):.0f} tokens per second)"
     if ratio >= NOTICEABLE:
-        return f"Worth it: {best.config.policy} is predicted to reach {speed:.0f} tokens a second, {over}.", True
+        return f"Worth it: {best.config.policy} is predicted to reach {speed:.0f} tokens per second, {over}.", True
     if ratio >= 1:
         return f"Hardly worth it: the best settings are predicted to reach {over}.", True
     return (
         f"Not worth it here: speculation would be slower, {over} at its best. Use plain generate(), a faster draft, or "
-        f"one that agrees more often.",
+        f"a draft that agrees more often.",
         False,
     )
 
 
 def _agreement(agreements: Sequence[Agreement]) -> dict[str, float]:
-    sure = [value for agreement in agreements for value in agreement.confidence]
-    rank = [value for agreement in agreements for value in agreement.rank]
-    right = [value for value, place in zip(sure, rank) if place == 0]
-    wrong = [value for value, place in zip(sure, rank) if place != 0]
+    confidences = [value for agreement in agreements for value in agreement.confidence]
+    ranks = [value for agreement in agreements for value in agreement.rank]
+    right = [confidence for confidence, rank in zip(confidences, ranks) if rank == 0]
+    wrong = [confidence for confidence, rank in zip(confidences, ranks) if rank != 0]
     return {
-        "tokens": len(rank),
-        "first": len(right) / len(rank),
-        "in_four": sum(0 <= place < 4 for place in rank) / len(rank),
+        "tokens": len(ranks),
+        "first": len(right) / len(ranks),
+        "in_four": sum(0 <= rank < 4 for rank in ranks) / len(ranks),
         "confidence_when_right": sum(right) / len(right) if right else 0.0,
         "confidence_when_wrong": sum(wrong) / len(wrong) if wrong else 0.0,
     }

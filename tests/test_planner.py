@@ -19,9 +19,9 @@ from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
-from hf_specbranch.planning.agreement import Texts, ordinary_text
-from hf_specbranch.planning.chooser import MOST_HIDDEN, SURELY_BETTER, choose, plans_within
-from hf_specbranch.planning.costs import SegmentTiming, prices, usual_costs
+from hf_specbranch.planning.agreement import RecentTexts, typical_agreement
+from hf_specbranch.planning.chooser import MAX_HIDDEN, MIN_PREDICTED_GAIN, choose, plans_within
+from hf_specbranch.planning.costs import SegmentTiming, fit_segment_costs, predicted_costs
 from hf_specbranch.planning.simulate import Agreement, StepCosts, predict, read_agreement, record_agreement, replay
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.static_buffers import StaticBuffers
@@ -249,7 +249,7 @@ def test_prices_explain_the_rounds_they_come_from(a_pass, token, step, branch, h
         seconds = 10 * loop + draft.seconds + verify.seconds + beside.seconds - saved
         return SegmentTiming(10, 20, seconds, overlap, draft, verify, beside)
 
-    found = prices([stretch(8, 2, 9, 6, False), stretch(8, 2, 9, 6, True), stretch(0, 0, 0, 1, False)])
+    found = fit_segment_costs([stretch(8, 2, 9, 6, False), stretch(8, 2, 9, 6, True), stretch(0, 0, 0, 1, False)])
     expected = StepCosts(a_pass + loop, token, step, branch, hidden)
     for name in ("target_pass", "target_token", "draft_step", "draft_branch"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-9 + 1e-7 * a_pass)
@@ -261,10 +261,10 @@ def test_passes_are_priced_between_the_widths_that_were_timed():
         SegmentTiming(4, 4, 0.04 * t, False, Totals(), Totals(0.04 * t, 4, 4 * q), Totals())
         for q, t in ((1, 1), (5, 2), (9, 1.9))
     ]
-    costs = prices(timed)
-    assert [round(100 * costs.pass_over(sent), 2) for sent in (0, 2, 4, 8)] == [1.0, 1.5, 2.0, 2.0]  # never faster
-    assert costs.pass_over(12) > costs.pass_over(8)
-    assert replace(costs, passes=costs.passes[1:]).pass_over(0) == costs.pass_over(4)  # nothing narrower is known
+    costs = fit_segment_costs(timed)
+    assert [round(100 * costs.pass_seconds(sent), 2) for sent in (0, 2, 4, 8)] == [1.0, 1.5, 2.0, 2.0]  # never faster
+    assert costs.pass_seconds(12) > costs.pass_seconds(8)
+    assert replace(costs, passes=costs.passes[1:]).pass_seconds(0) == costs.pass_seconds(4)  # nothing narrower is known
 
 
 def test_a_surprise_is_thought_over_and_remembered():
@@ -301,8 +301,8 @@ def test_each_of_the_last_texts_counts_once():
         _, segment = until_chosen(planner, text)
         planner.agreements = partial(list, [text])
         planner.end(segment, priced(segment, text)._replace(disturbed=True))
-    assert known.texts.remember(-1, []) == texts[:3]
-    assert sum(stretch.disturbed for stretch in planner.timed.values()) == 0
+    assert known.texts.all() == texts[:3]
+    assert sum(stretch.disturbed for stretch in planner.timings.values()) == 0
 
 
 def test_texts_that_are_generated_at_once_are_told_apart():
@@ -313,16 +313,16 @@ def test_texts_that_are_generated_at_once_are_told_apart():
         in_flight.append((planner, until_chosen(planner, text)[1], text))
     for planner, segment, text in in_flight:
         planner.end(segment, priced(segment, text))
-    assert known.texts.remember(-1, []) == [ALWAYS, NEVER]
+    assert known.texts.all() == [ALWAYS, NEVER]
 
 
 def test_only_the_last_texts_are_remembered_whoever_adds_to_them():
-    texts = Texts(most=3)
+    texts = RecentTexts(limit=3)
     names = [texts.begin() for _ in range(40)]
     with ThreadPoolExecutor(4) as pool:
-        seen = list(pool.map(lambda name: texts.remember(name, [name]), names))
+        seen = list(pool.map(lambda name: texts.update(name, [name]), names))
     assert all(name in found and len(found) <= 3 for name, found in zip(names, seen))
-    assert len(texts.remember(-1, [])) == 3
+    assert len(texts.all()) == 3
 
 
 def test_drawn_texts_teach_nothing_and_do_not_count():
@@ -331,7 +331,7 @@ def test_drawn_texts_teach_nothing_and_do_not_count():
         planner = online.Planner(plans, True, "here", known, CHEAP_DRAFT, lambda: [NEVER], lambda: 10)
         segment = next(planner.segments())
         planner.end(segment, priced(segment, NEVER))
-    assert known == online.Knowledge(texts=known.texts) and known.texts.remember(-1, []) == []
+    assert known == online.Knowledge(texts=known.texts) and known.texts.all() == []
 
 
 def test_texts_may_differ_without_a_change_of_plan():
@@ -362,22 +362,22 @@ def priced(segment, agreement, costs=CHEAP_DRAFT):
     """What a leg takes at these prices."""
     played = replay(agreement, segment.plan, captured=True)[: segment.rounds]
     parts = [costs.parts(each) for each in played]
-    steps, beside = sum(each.steps_before for each in played), sum(each.steps_beside for each in played)
+    steps, beside = sum(each.steps_before for each in played), sum(each.overlapped_steps for each in played)
     draft = Totals(steps * costs.draft_step, steps, steps)
     verify = Totals(sum(t for t, _ in parts), len(played), sum(1 + each.sent for each in played))
-    branch = Totals(sum(b for _, b in parts), beside, sum(each.steps_beside * each.width for each in played))
+    branch = Totals(sum(b for _, b in parts), beside, sum(each.overlapped_steps * each.width for each in played))
     tokens = sum(each.committed for each in played)
     return SegmentTiming(
         len(played), tokens, costs.seconds(played, segment.overlap), segment.overlap, draft, verify, branch
     )
 
 
-def test_usual_costs_follow_the_size_of_the_models(target, draft):
+def test_predicted_costs_follow_the_size_of_the_models(target, draft):
     larger = copy.deepcopy(target)
     larger.lm_head = torch.nn.Linear(32, 4000)
     for captured in (False, True):
-        costs = usual_costs(larger, draft, captured)
-        assert costs.target_pass > usual_costs(target, draft, captured).target_pass > 0
+        costs = predicted_costs(larger, draft, captured)
+        assert costs.target_pass > predicted_costs(target, draft, captured).target_pass > 0
 
 
 def of_size(name, vocabulary=32000):
@@ -389,7 +389,7 @@ def of_size(name, vocabulary=32000):
 @pytest.mark.parametrize(("sizes", "length"), [(("7b", "68m"), 8), (("33b", "1.3b"), 4)], ids=["7B/68M", "33B/1.3B"])
 def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(sizes, length):
     """As measured on an H200; lengths in proportion to what a step of the draft takes."""
-    costs = usual_costs(*map(of_size, sizes), captured=True)
+    costs = predicted_costs(*map(of_size, sizes), captured=True)
     assert 0.0 < costs.hidden < 0.5 and costs.waiting > 0
     texts = [*recordings("good"), *recordings("good", temperature=0.8)]
     chosen = [choose(every_plan(), [text], costs, True).plan for text in texts]
@@ -399,16 +399,16 @@ def test_by_size_alone_plain_speculation_with_runners_up_is_best_on_one_gpu(size
         promised = predict([text], plan, costs, True).tokens_per_second
         leafy = [predict([text], each, costs, True).tokens_per_second for each in every_plan() if each.tree_leaves]
         assert max(leafy) > 0.99 * promised
-    first = choose(every_plan(), [ordinary_text(5)], costs, True).plan
+    first = choose(every_plan(), [typical_agreement(5)], costs, True).plan
     assert (first.policy, first.max_draft_length) == ("vanilla", length) and first.tree_leaves > 0
 
 
 def test_a_sampled_text_begins_with_what_suits_an_ordinary_draft_and_changes_only_for_much_more():
-    costs, plans = usual_costs(of_size("7b"), of_size("68m"), captured=True), [PAPER, *every_plan()]
+    costs, plans = predicted_costs(of_size("7b"), of_size("68m"), captured=True), [PAPER, *every_plan()]
     planner = online.Planner(plans, True, "here", online.Knowledge(), costs, list, lambda: 10)
     segments = planner.segments()
     first = next(segments).plan
-    assert first == choose(plans, [ordinary_text(5)], costs, True).plan != PAPER
+    assert first == choose(plans, [typical_agreement(5)], costs, True).plan != PAPER
     for text in (*recordings("good"), ALWAYS, NEVER):
         planner.agreements = partial(list, [text])
         segments = planner.segments()
@@ -416,15 +416,15 @@ def test_a_sampled_text_begins_with_what_suits_an_ordinary_draft_and_changes_onl
         then = segments.send(None).plan
         promised, now = (predict([text], plan, costs, True).tokens_per_second for plan in (then, first))
         best = choose(plans, [text], costs, True).tokens_per_second
-        assert then == first if best <= SURELY_BETTER * now else promised == best
+        assert then == first if best <= MIN_PREDICTED_GAIN * now else promised == best
     assert then.policy == "autoregressive"  # the last draft was never right
 
 
-def test_an_ordinary_text_is_always_the_same_and_has_as_many_candidates_as_are_looked_at():
+def test_an_typical_agreement_is_always_the_same_and_has_as_many_candidates_as_are_looked_at():
     for candidates in (2, 5, 9):
-        text = ordinary_text(candidates)
-        ordinary_text.cache_clear()
-        assert ordinary_text(candidates) == text and text.candidates == len(text.chances[0]) == candidates
+        text = typical_agreement(candidates)
+        typical_agreement.cache_clear()
+        assert typical_agreement(candidates) == text and text.candidates == len(text.chances[0]) == candidates
         assert 0.65 < text.rate < 0.75 < text.within(2) < 0.9
 
 
@@ -460,7 +460,7 @@ def seconds_of_a_text(text, costs, known):
     """What the planner's legs on this text would take at these prices."""
     done, seconds = 0, 0.0
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
-    most, seen = max(costs.hidden, MOST_HIDDEN), lambda: [from_token(text, 0, done)] if done > 15 else []
+    most, seen = max(costs.hidden, MAX_HIDDEN), lambda: [from_token(text, 0, done)] if done > 15 else []
     planner = online.Planner(plans, True, "here", known, None, seen, lambda: 10, most)
     segments = planner.segments()
     segment = next(segments)
@@ -535,7 +535,7 @@ def test_legs_add_up_and_say_what_was_predicted(target, draft):
 
 
 def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(monkeypatch, target, draft):
-    monkeypatch.setattr(online, "SHORTEST", 64)
+    monkeypatch.setattr(online, "MIN_CONTEXT", 64)
     model = attached(target)
 
     def explored(length, new):
@@ -545,9 +545,9 @@ def test_costs_are_measured_for_a_pair_and_again_when_the_context_has_doubled(mo
 
     # Three plans, two legs each, of which the second is timed; after the fourth generation one again. Drafting beside
     # the target is timed too if these times say that it could pay.
-    monkeypatch.setattr(online, "may_be_better", lambda *_: False)
+    monkeypatch.setattr(online, "overlap_may_pay", lambda *_: False)
     assert [explored(7, 100) for _ in range(5)] == [6, 0, 0, 0, 2]
-    monkeypatch.setattr(online, "may_be_better", lambda *_: True)
+    monkeypatch.setattr(online, "overlap_may_pay", lambda *_: True)
     assert explored(130, 100) == 10
     model.detach_specbranch()
     assert not state_of(model).pairs
@@ -561,18 +561,18 @@ def test_a_context_that_doubles_in_mid_leg_is_measured_anew():
     assert segment.overlap
     planner.context = lambda: 5000
     segment = segments.send(priced(segment, NEVER, two_gpus))  # a surprise, but nothing is known of what costs are now
-    assert segment.predicted is None and segment.rounds == online.WARM_UP
+    assert segment.predicted is None and segment.rounds == online.WARM_UP_ROUNDS
 
 
 @pytest.mark.parametrize(("hidden", "step", "tried"), [(0.4, 8.5e-5, False), (1.0, 4e-4, True)], ids=["one GPU", "two"])
 def test_drafting_beside_the_target_is_timed_only_where_it_could_pay(hidden, step, tried):
     plans = [SpecBranchConfig().decided(captured=True), *every_plan()]
     text = recordings("good")[0]
-    most = 1.0 if tried else MOST_HIDDEN
+    most = 1.0 if tried else MAX_HIDDEN
     planner = online.Planner(plans, True, "here", online.Knowledge(), None, lambda: [text], lambda: 10, most)
     costs = StepCosts(0.0041, 1e-5, step, 3e-6, hidden=hidden)
     _, segment = until_chosen(planner, text, costs)
-    assert any(overlap for _, overlap in planner.timed) == tried == segment.overlap
+    assert any(overlap for _, overlap in planner.timings) == tried == segment.overlap
 
 
 def test_settled_policies_are_not_planned(target, draft):

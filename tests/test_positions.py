@@ -94,7 +94,7 @@ def test_a_plan_may_be_chosen_where_the_text_outgrows_the_draft(do_sample, targe
 
 def test_the_end_of_a_long_text_is_read(target):
     text = torch.randint(3, VOCABULARY, (1, 3 * LEARNED))
-    agreement = read_agreement(target, text, before=2 * LEARNED)
+    agreement = read_agreement(target, text, prompt_length=2 * LEARNED)
     expected = target(text[:, -LEARNED:]).logits[0, :-1].softmax(-1).amax(-1)
     torch.testing.assert_close(torch.tensor(agreement.confidence), expected)
 

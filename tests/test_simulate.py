@@ -16,12 +16,12 @@ from hf_specbranch.planning.simulate import (
     Agreement,
     Round,
     StepCosts,
+    effective_config,
     load_agreements,
     predict,
     record_agreement,
     replay,
     save_agreements,
-    settled,
 )
 
 BRANCHING = partial(SpecBranchConfig, policy="specbranch")
@@ -57,7 +57,7 @@ def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
     stats, rounds = model.specbranch_stats, replay(agreement, SETTINGS[name])
     assert sum(each.committed for each in rounds) == NEW_TOKENS - 1 == stats.new_tokens - 1
     assert len(rounds) == pytest.approx(stats.target_forwards - 1, rel=0.05)
-    steps = sum(each.steps_before + each.steps_beside for each in rounds)
+    steps = sum(each.steps_before + each.overlapped_steps for each in rounds)
     assert steps == pytest.approx(max(0, stats.draft_forwards - 1), rel=0.2)  # beyond a wrong token it is a guess
 
 
@@ -101,10 +101,14 @@ def test_auto_means_what_it_means_to_the_engine():
     auto = SpecBranchConfig()
     numbers = [
         (found.max_draft_length, found.confidence_threshold, found.max_rejection_branches)
-        for found in (settled(auto), settled(auto, captured=True), settled(auto, captured=True, cheap=False))
+        for found in (
+            effective_config(auto),
+            effective_config(auto, captured=True),
+            effective_config(auto, captured=True, cheap=False),
+        )
     ]
     assert numbers == [(8, 0.4, 0), (8, 0.02, 12), (4, 0.02, 4)]
-    assert settled(SpecBranchConfig(policy="pearl"), captured=True).max_rejection_branches == 0
+    assert effective_config(SpecBranchConfig(policy="pearl"), captured=True).max_rejection_branches == 0
 
 
 def test_recordings_are_kept_in_files(pair, tmp_path):
@@ -184,7 +188,7 @@ def test_a_hopeless_draft_is_predicted_to_be_slower():
 
 
 def test_overlap_hides_drafting_up_to_the_pass_it_runs_beside():
-    rounds = [Round(sent=4, committed=5, steps_before=1, steps_beside=5, width=3)]
+    rounds = [Round(sent=4, committed=5, steps_before=1, overlapped_steps=5, width=3)]
     apart, beside = COSTS.seconds(rounds), COSTS.on_gpus(2).seconds(rounds)
     assert apart == pytest.approx(0.001 + 0.010 + 5 * 0.002) and beside == pytest.approx(0.001 + 0.010)
     assert COSTS.on_gpus(3).seconds(rounds) == pytest.approx(beside) and COSTS.on_gpus(1) == COSTS
@@ -214,7 +218,7 @@ def test_branches_save_the_wait_for_a_new_draft():
     ("wrong", "message"),
     [
         (lambda: Agreement((0.1,), (), 4), "1 confidences and 0 ranks"),
-        (lambda: StepCosts(target_pass=0), "expected a target pass that takes time"),
+        (lambda: StepCosts(target_pass=0), "expected a target_pass above 0"),
         (lambda: StepCosts(target_pass=1, hidden=2), "hidden=2: expected a number from 0 to 1"),
         (
             lambda: replay(perfect(), BRANCHING(max_branches=9)),

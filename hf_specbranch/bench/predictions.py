@@ -13,7 +13,7 @@ import torch
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
 from ..planning.measure import TimedRounds, fit_costs, was_captured
-from ..planning.simulate import Agreement, Round, StepCosts, read_agreement, replay, settled
+from ..planning.simulate import Agreement, Round, StepCosts, effective_config, read_agreement, replay
 from .findings import Measurement
 from .measure import Benchmark
 
@@ -92,7 +92,7 @@ def play(benchmark: Benchmark, measurement: Measurement, agreements: dict[int, A
     if way.settings is None or way.settings.policy == "auto" or way.head is not None or stats is None:
         return None
     captured = was_captured(stats)
-    settings = settled(way.settings, captured, is_cheap(benchmark.pair.target, benchmark.pair.draft))
+    settings = effective_config(way.settings, captured, is_cheap(benchmark.pair.target, benchmark.pair.draft))
     measured = {at: found for at, found in measurement.prompts.items() if at in agreements}
     rounds = {at: replay(agreements[at], settings, captured) for at in measured}
     seconds = {at: median(found.decode_seconds) for at, found in measured.items()}
@@ -126,7 +126,7 @@ def by_length(
     texts = [agreements[at] for at in benchmark.sweep_prompts if at in agreements]
     rows: dict[int, dict[str, Any]] = {}
     for entry, config in zip(benchmark.sweeps[name], benchmark.candidates(name)):
-        settings = settled(config, captured, cheap)
+        settings = effective_config(config, captured, cheap)
         rounds = [each for agreement in texts for each in replay(agreement, settings, captured)]
         if not rounds or entry["decode_tokens_per_second"] is None:
             continue

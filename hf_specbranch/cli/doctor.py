@@ -1,4 +1,4 @@
-"""`hf-specbranch doctor`: is this pair worth it here?"""
+"""`hf-specbranch doctor`: say whether a pair is worth it on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from ..bench.prompts import python_prompts, read_prompts
-from ..doctor import VerifyResult, examination_generations, examine
+from ..doctor import Report, examination_generations, examine
 from ..planning.simulate import save_agreements
 from . import options
 from .printing import Console, leaving_cleanly
@@ -24,23 +24,23 @@ def doctor(
     target: options.Target = None,
     draft: options.Draft = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Take the first so many.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=8, help="For each prompt.")] = 48,
-    repeat: Annotated[int, typer.Option(min=1, help="The fastest of so many runs counts.")] = 2,
-    gamma: Annotated[int, typer.Option(min=1, help="Longest draft of the defaults.")] = 8,
-    branches: Annotated[int, typer.Option(min=1, max=8, help="Most branches of the defaults.")] = 4,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Per prompt.")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts.")] = 2,
+    max_draft_length: Annotated[int, typer.Option(min=1, help="Draft length of the measured settings.")] = 8,
+    max_branches: Annotated[int, typer.Option(min=1, max=8, help="Branches of the measured settings.")] = 4,
     runtime: options.Runtime = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
     recording: Annotated[
-        Path | None, typer.Option(help="Write what the draft made of each text; see hf_specbranch.planning.simulate.")
+        Path | None, typer.Option(help="Write how the draft agrees with each text, for hf_specbranch.planning.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check a pair, measure it on a few prompts, and say whether speculation pays, and with which settings.
 
-    Exit code: 0 it pays, 1 the pair cannot be used, 3 speculation would be slower.
+    Exit code: 0 if it pays, 1 if the pair cannot be used, 3 if speculation would be slower.
 
     Example: hf-specbranch doctor --target org/large --draft org/small --prompts mine.jsonl
     """
@@ -58,8 +58,8 @@ def doctor(
                 _tokenizer(small.name_or_path),
                 texts,
                 max_new_tokens,
-                gamma,
-                branches,
+                max_draft_length,
+                max_branches,
                 repeats=repeat,
                 runtime=runtime or "auto",
                 tick=bar.update,
@@ -76,25 +76,25 @@ def doctor(
         raise typer.Exit(SLOWER)
 
 
-def show(report: VerifyResult) -> None:
-    """Print a report; fits any width."""
+def show(report: Report) -> None:
+    """Print a report at any terminal width."""
     console = Console(highlight=False)
     console.print(_grid([(check.state, check.name, check.found) for check in report.checks]))
     if report.policies:
         agree, costs = report.agreement, report.costs
         console.print(
-            f"\nThe draft's first choice is the target's for {agree['first']:.0%} of {agree['tokens']} tokens, one of "
-            f"its first four for {agree['in_four']:.0%}. Its confidence is {agree['confidence_when_right']:.2f} when "
-            f"right, {agree['confidence_when_wrong']:.2f} when wrong."
+            f"\nThe draft's first choice is the target's token at {agree['first']:.0%} of {agree['tokens']} positions, "
+            f"one of its first four at {agree['in_four']:.0%}. Its confidence is {agree['confidence_when_right']:.2f} "
+            f"when right, {agree['confidence_when_wrong']:.2f} when wrong."
         )
         console.print(
             f"\nA target pass takes {costs['target_pass_ms']:.2f} ms and {costs['target_token_ms']:.2f} for each "
             f"further token; a draft step {costs['draft_step_ms']:.2f} ms and {costs['draft_branch_ms']:.2f} for each "
-            f"further branch: {costs['speed_ratio']:.1f} draft steps a pass. Of drafting beside a pass "
-            f"{costs['hidden']:.0%} is hidden.\n"
+            f"further branch: {costs['speed_ratio']:.1f} draft steps per pass. Of drafting that "
+            f"overlaps with a pass {costs['hidden']:.0%} is hidden.\n"
         )
         console.print(_policies(report))
-        console.print(f"\nPredictions are {report.prediction_error:.0%} off what was measured (median).")
+        console.print(f"\nThe median error of the predictions is {report.prediction_error:.0%}.")
     console.print(f"\n{report.verdict}")
     if report.recommended is not None:
         chosen = {name: report.recommended[name] for name in _SHOWN}
@@ -102,7 +102,7 @@ def show(report: VerifyResult) -> None:
         console.print(f"\nSpecBranchConfig({settings})", soft_wrap=False)
     if report.planned:
         console.print(
-            f'\nThe default, policy "auto", plans for itself; by these figures it would choose: {report.planned}.'
+            f'\nThe default, policy "auto", plans for itself; at these costs it would choose: {report.planned}.'
         )
 
 
@@ -116,10 +116,10 @@ def _grid(rows: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _policies(report: VerifyResult) -> Table:
-    """Tokens per second of each policy; "best" is the best on the grid that `tune` searches."""
+def _policies(report: Report) -> Table:
+    """Return the table of speeds; "best" is the best on the grid that `tune` searches."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("tokens a second")
+    table.add_column("tokens per second")
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     table.add_row("plain generate()", "", f"{report.plain:.1f}", "1.00")

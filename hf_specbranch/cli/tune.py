@@ -1,4 +1,4 @@
-"""`hf-specbranch tune`: settings for a pair on this machine."""
+"""`hf-specbranch tune`: search fixed settings for a pair on this machine."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def tune(
     target: options.Target = None,
     draft: options.Draft = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Draw so many of them.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=8, help="For each prompt.")] = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Use N of them, drawn at random.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Per prompt.")] = 64,
     policy: Annotated[str | None, typer.Option(help="Search within one policy. Default: all.")] = None,
-    finalists: Annotated[int, typer.Option(min=1, help="Choices to measure, beside the defaults.")] = 6,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs of each on each prompt.")] = 2,
+    finalists: Annotated[int, typer.Option(min=1, help="Settings to measure, in addition to the defaults.")] = 6,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each per prompt.")] = 2,
     runtime: options.Runtime = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
-    seed: Annotated[int, typer.Option(help="Decides which prompts are drawn.")] = 0,
-    png: Annotated[Path | None, typer.Option(help="Draw predicted and measured speed by draft length.")] = None,
+    seed: Annotated[int, typer.Option(help="For drawing the prompts.")] = 0,
+    png: Annotated[Path | None, typer.Option(help="Plot predicted and measured speed by draft length.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Search draft length, confidence threshold and branches, and write the best as JSON.
+    """Search draft length, confidence threshold and branches, and write the best settings as JSON.
 
-    Hundreds of choices are replayed on recorded text, the best few are measured.
+    Hundreds of settings are replayed on recorded texts, and the best few are measured.
 
     Example: hf-specbranch tune --prompts mine.jsonl --out tuned.json
 
@@ -60,7 +60,7 @@ def tune(
         policies = [policy] if policy is not None else POLICIES
         total = tuning_generations(len(drawn), finalists, repeat, len(policies))
         with tqdm(total=total, unit="run", leave=False, disable=as_json or None) as bar:
-            found = run_tune(
+            tuning = run_tune(
                 specbranch(large),
                 small,
                 inputs,
@@ -71,41 +71,47 @@ def tune(
                 runtime=runtime or "auto",
                 tick=bar.update,
             )
-        found.best.to_json_file(out)
+        tuning.best.to_json_file(out)
         if png is not None:
-            save_by_length(found, png)
+            save_by_length(tuning, png)
         if as_json:
-            print(json.dumps(_as_dict(found, out)))
+            print(json.dumps(_as_dict(tuning, out)))
         else:
-            _show(found, out)
+            _show(tuning, out)
 
 
-def _as_dict(found: Tuning, out: Path) -> dict[str, object]:
+def _as_dict(tuning: Tuning, out: Path) -> dict[str, object]:
     trials = [
         {"settings": trial.config.to_dict(), "predicted": trial.predicted, "measured": trial.measured}
-        for trial in found.trials
+        for trial in tuning.trials
     ]
-    return {"out": str(out), "best": found.best.to_dict(), "plain": found.plain, "auto": found.auto, "trials": trials}
+    return {
+        "out": str(out),
+        "best": tuning.best.to_dict(),
+        "plain": tuning.plain,
+        "auto": tuning.auto,
+        "trials": trials,
+    }
 
 
-def _show(found: Tuning, out: Path) -> None:
+def _show(tuning: Tuning, out: Path) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("policy")
     for name in ("gamma", "epsilon", "k", "predicted", "measured"):
         table.add_column(name, justify="right")
-    for trial in found.trials:
+    for trial in tuning.trials:
         config = trial.config
         numbers = f"{config.draft_length}", f"{config.threshold()}", f"{config.max_branches}"
         table.add_row(config.policy, *numbers, f"{trial.predicted:.1f}", f"{trial.measured:.1f}")
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f'\ntokens a second; plain generate() reaches {found.plain:.1f}, the default (policy "auto", which plans for '
-        f"itself) {found.auto:.1f}"
+        f'\nTokens per second. Plain generate() reaches {tuning.plain:.1f}, the default (policy "auto") '
+        f"{tuning.auto:.1f}."
     )
-    fastest = found.trials[0].measured
-    if max(fastest, found.auto) < found.plain:
-        console.print("Neither is faster than plain generate() here: do without a draft.")
-    elif fastest <= found.auto:
-        console.print("The default is no slower than the best of these: nothing need be set.")
-    console.print(f"the first is written to {out}")
+    fastest = tuning.trials[0].measured
+    if max(fastest, tuning.auto) < tuning.plain:
+        console.print("None of them is faster than plain generate() here: generate without a draft.")
+    elif fastest <= tuning.auto:
+        console.print("The default is at least as fast as the best of these: no settings are needed.")
+    console.print(f"The fastest settings are written to {out}")

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..model_state import num_parameters
-from ..planning.agreement import Agreement, agreement_with, read_agreement
-from ..planning.chooser import MOST_HIDDEN, plans_within
-from ..planning.costs import usual_costs
+from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
+from ..planning.chooser import MAX_HIDDEN, plans_within
+from ..planning.costs import predicted_costs
 from ..planning.online import Planner, knowledge_of
 from ..runtime.eager import EagerRunner, round_up
 from ..runtime.kv_cache import past_length
@@ -145,23 +145,23 @@ class Assembly:
         candidates = self.call.config.max_branches + 1
         if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCHES):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1))
-            return [agreement_with(logits, ids, before, candidates, temperature)]
+            return [agreement_from_logits(logits, ids, before, candidates, temperature)]
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
         target, draft = self.runner, self.draft_runner
         assert draft is not None
-        usual = usual_costs(target.model, draft.model, self.static_shapes) if self.samples else None
+        predicted = predicted_costs(target.model, draft.model, self.static_shapes) if self.samples else None
         return Planner(
             self.plans,
             captured=self.static_shapes,
             situation=(self.call.config, self.call.rows, target.runtime, self.static_shapes),
             known=knowledge_of(target.model, draft.model),
-            usual=usual,
+            predicted_costs=predicted,
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
-            most_hidden=MOST_HIDDEN if target.device == draft.device else 1.0,
+            max_hidden=MAX_HIDDEN if target.device == draft.device else 1.0,
         )
 
     def captures(self) -> int:

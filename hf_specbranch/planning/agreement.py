@@ -1,4 +1,4 @@
-"""What a draft makes of a target's own text: the recording that every prediction starts from."""
+"""How a draft agrees with a text that the target has written: the recording that every prediction starts from."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ABSENT = -1  # the target's token is not among the recorded candidates
 
 @dataclass(frozen=True)
 class Agreement:
-    """One greedy text, and what the draft made of each of its tokens.
+    """One text of the target, and the draft's predictions at each of its new tokens.
 
     Args:
         confidence: the draft's largest probability at each new token.
-        rank: where the target's token stood among the draft's candidates: 0 first, `ABSENT` none of them.
-        candidates: how many were looked at; branches beyond that cannot be replayed.
-        chances: the probabilities of these candidates at each new token, the likeliest first; needed to replay branches
-            for corrections (`max_rejection_branches`), and nothing else.
+        rank: the rank of the target's token among the draft's candidates: 0 for the first, `ABSENT` if it is not one.
+        candidates: how many candidates were recorded per position. A replay cannot use more branches than that.
+        chances: the probabilities of these candidates at each new token, in descending order. Only a replay with
+            rejection branches or tree leaves needs them.
 
     Example:
-        >>> from hf_specbranch.planning.simulate import Agreement
+        >>> from hf_specbranch.planning import Agreement
         >>> Agreement(confidence=(0.9, 0.5, 0.8, 0.2), rank=(0, 0, 1, -1), candidates=4).rate
         0.5
     """
@@ -44,31 +44,31 @@ class Agreement:
     def __post_init__(self) -> None:
         if len(self.confidence) != len(self.rank) or not self.rank:
             raise ValueError(
-                f"{len(self.confidence)} confidences and {len(self.rank)} ranks: expected as many of one as of the "
-                f"other, at least one"
+                f"{len(self.confidence)} confidences and {len(self.rank)} ranks: expected the same number of both, at "
+                f"least one"
             )
         if self.chances and len(self.chances) != len(self.rank):
             raise ValueError(f"chances at {len(self.chances)} of {len(self.rank)} tokens: expected all or none")
 
     def __hash__(self) -> int:
-        return hash(self.rank)  # of a thousand numbers these tell texts apart, in a fraction of the time
+        return hash(self.rank)  # ranks suffice to tell texts apart, and hash much faster than all the floats
 
     @property
     def rate(self) -> float:
-        """How often the draft's first candidate was the target's token."""
+        """The fraction of tokens at which the draft's first candidate was the target's token."""
         return self.within(1)
 
     def within(self, count: int) -> float:
-        """How often the target's token was among the draft's first `count` candidates."""
+        """Return the fraction of tokens at which the target's token was among the draft's first `count` candidates."""
         return sum(0 <= rank < count for rank in self.rank) / len(self.rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Agreement:
-        """The inverse of `to_dict`."""
+        """Build a recording from what `to_dict` returned."""
         chances = tuple(map(tuple, fields.get("chances", ())))
         return cls(tuple(fields["confidence"]), tuple(fields["rank"]), fields["candidates"], chances)
 
@@ -81,18 +81,18 @@ def record_agreement(
     max_new_tokens: int = 64,
     candidates: int = 8,
 ) -> Agreement:
-    """Generate greedily with the target alone, then let the draft read that text once.
+    """Generate a greedy text with the target alone, then run the draft over it once.
 
     Args:
-        target: the large model.
-        draft: the small one, with the same tokenizer.
+        target: the target model.
+        draft: the draft model, with the same tokenizer.
         inputs: one tokenized prompt.
-        max_new_tokens: how much text to look at.
-        candidates: how many of the draft's likeliest tokens to keep at each position.
+        max_new_tokens: the number of tokens to generate.
+        candidates: how many of the draft's most likely tokens to record per position.
 
     Example:
         >>> from hf_specbranch import load_demo_pair
-        >>> from hf_specbranch.planning.simulate import record_agreement
+        >>> from hf_specbranch.planning import record_agreement
         >>> target, draft, tokenizer = load_demo_pair()
         >>> agreement = record_agreement(target, draft, tokenizer("def add(a, b):", return_tensors="pt"), 16)
         >>> len(agreement.rank)
@@ -100,40 +100,41 @@ def record_agreement(
     """
     plain: dict[str, Any] = {"specbranch": False} if hasattr(target, "specbranch_stats") else {}
     text = target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **plain)  # [1, L]
-    before = inputs["input_ids"].shape[1]
-    return read_agreement(draft, text, before, candidates)
+    return read_agreement(draft, text, inputs["input_ids"].shape[1], candidates)
 
 
 @torch.no_grad()
 def read_agreement(
-    draft: PreTrainedModel, text: Tensor, before: int, candidates: int = 8, temperature: float = 1.0
+    draft: PreTrainedModel, text: Tensor, prompt_length: int, candidates: int = 8, temperature: float = 1.0
 ) -> Agreement:
-    """What the draft makes of a text the target has already written; one pass of the draft.
+    """Record the agreement with a text that the target has already written; takes one forward pass of the draft.
 
-    Of a text that is longer than the draft's context only the end is read.
+    If the text is longer than the draft's context, only its end is read.
 
     Args:
-        draft: the small model.
-        text: [1, L] prompt and continuation, greedy.
-        before: tokens of the prompt.
+        draft: the draft model.
+        text: [1, L] prompt and continuation.
+        prompt_length: tokens of the prompt.
         candidates: as in `record_agreement`.
-        temperature: at which the text was drawn.
+        temperature: the temperature at which the text was sampled.
     """
     limit: int | None = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and text.shape[1] > limit:  # a longer text has no positions: only its end is read
-        before = max(1, before - (text.shape[1] - limit))
+    if limit is not None and text.shape[1] > limit:
+        prompt_length = max(1, prompt_length - (text.shape[1] - limit))
         text = text[:, -limit:]
-    own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # it may know fewer
-    return agreement_with(draft(input_ids=own, use_cache=False).logits, text, before, candidates, temperature)
+    # The draft's vocabulary may be smaller than the target's.
+    own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)
+    logits = draft(input_ids=own, use_cache=False).logits  # [1, L, V]
+    return agreement_from_logits(logits, text, prompt_length, candidates, temperature)
 
 
-def agreement_with(
-    logits: Tensor, text: Tensor, before: int, candidates: int = 8, temperature: float = 1.0
+def agreement_from_logits(
+    logits: Tensor, text: Tensor, prompt_length: int, candidates: int = 8, temperature: float = 1.0
 ) -> Agreement:
-    """The same, given the logits [1, L, V] of that pass."""
-    read, logits = text.to(logits.device), logits[0, before - 1 : -1] / temperature  # [N, V]
+    """Do the same, given the draft's logits [1, L, V] over the text [1, L]."""
+    text, logits = text.to(logits.device), logits[0, prompt_length - 1 : -1] / temperature  # [N, V]
     top = logits.float().softmax(-1).topk(min(candidates, logits.shape[-1]), dim=-1)
-    same = top.indices == read[0, before:, None]  # [N, K]
+    same = top.indices == text[0, prompt_length:, None]  # [N, K]
     rank = torch.where(same.any(1), same.long().argmax(1), ABSENT)
     chances = tuple(map(tuple, top.values.tolist()))
     return Agreement(tuple(each[0] for each in chances), tuple(rank.tolist()), top.indices.shape[1], chances)
@@ -145,10 +146,10 @@ def save_agreements(agreements: Sequence[Agreement], path: str | Path) -> None:
 
 
 def load_agreements(path: str | Path) -> list[Agreement]:
-    """Read what `save_agreements` wrote.
+    """Read the recordings that `save_agreements` wrote.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: if the file holds something else.
     """
     try:
         return [Agreement.from_dict(fields) for fields in json.loads(Path(path).read_text(encoding="utf-8"))]
@@ -156,61 +157,72 @@ def load_agreements(path: str | Path) -> list[Agreement]:
         raise ValueError(f"{path}: no recording of agreement; `hf-specbranch doctor --recording` writes one") from error
 
 
-class Texts:
-    """How the draft did on the last few texts, each as far as it has come. Several may be generated at a time.
+class RecentTexts:
+    """The recordings of the last few texts. Safe to use from several generations at once.
+
+    A text is re-recorded as it grows; the new recording replaces the old one.
 
     Args:
-        most: how many are remembered.
+        limit: how many texts are kept.
 
     Example:
-        >>> texts = Texts(most=2)
+        >>> texts = RecentTexts(limit=2)
         >>> first, second = texts.begin(), texts.begin()
-        >>> texts.remember(first, ["half"])
+        >>> texts.update(first, ["half"])
         ['half']
-        >>> texts.remember(first, ["whole"])
+        >>> texts.update(first, ["whole"])
         ['whole']
-        >>> texts.remember(second, ["other"])
+        >>> texts.update(second, ["other"])
         ['whole', 'other']
     """
 
-    def __init__(self, most: int) -> None:
-        self.most, self.lock, self.numbers = most, Lock(), count()
-        self.found: dict[int, list[Agreement]] = {}  # the latest last
+    def __init__(self, limit: int) -> None:
+        self.limit, self.lock, self.ids = limit, Lock(), count()
+        self.recordings: dict[int, list[Agreement]] = {}  # by text, the most recent last
 
     def begin(self) -> int:
-        """A name for a text."""
-        return next(self.numbers)
+        """Return an id for a new text."""
+        return next(self.ids)
 
-    def remember(self, text: int, found: list[Agreement]) -> list[Agreement]:
-        """Put this in place of what was known of a text, if it is anything; all that is known then."""
+    def update(self, text: int, recordings: list[Agreement]) -> list[Agreement]:
+        """Replace the recordings of a text, unless the new list is empty; return those of all texts."""
         with self.lock:
-            if found:
-                self.found.pop(text, None)
-                self.found[text] = found
-            for oldest in list(self.found)[: -self.most]:
-                del self.found[oldest]
-            return [agreement for some in self.found.values() for agreement in some]
+            if recordings:
+                self.recordings.pop(text, None)
+                self.recordings[text] = recordings
+            for oldest in list(self.recordings)[: -self.limit]:
+                del self.recordings[oldest]
+            return self._all()
+
+    def all(self) -> list[Agreement]:
+        """Return the recordings of all texts, the most recent last."""
+        with self.lock:
+            return self._all()
+
+    def _all(self) -> list[Agreement]:
+        return [agreement for recordings in self.recordings.values() for agreement in recordings]
 
 
 @lru_cache(maxsize=8)
-def ordinary_text(candidates: int) -> Agreement:
-    """What an ordinary draft makes of an ordinary text: to plan by before anything is seen of either.
+def typical_agreement(candidates: int) -> Agreement:
+    """Return a made-up recording of a typical draft on a typical text, to plan by before anything is recorded.
 
-    Made up, and always the same: stretches of 16 tokens, easy ones and hard ones in turns, of which the draft has 9 of
-    10 and half. Of what it has not, its second choice is right in 4 of 10 cases; of the rest its third, and so on.
+    It is the same in every process: runs of 16 tokens, easy and hard in turn, on which the draft's first candidate is
+    right with probability 0.9 and 0.5. Where it is wrong, the second candidate is right with probability 0.4; where
+    that is wrong too, the third, and so on.
 
     Args:
-        candidates: how many of the draft's choices are looked at.
+        candidates: how many candidates to record per position.
 
     Example:
-        >>> round(ordinary_text(candidates=5).rate, 1)
+        >>> round(typical_agreement(candidates=5).rate, 1)
         0.7
     """
-    dice, ranks, chances = Random(0), [], []
+    random, ranks, chances = Random(0), [], []
     for position in range(256):
-        right = 0.5 if position // 16 % 2 else 0.9
-        others = [(1 - right) * 0.4 * 0.6**further for further in range(candidates - 1)]
-        known = (right, *others)
-        ranks += dice.choices([*range(candidates), ABSENT], [*known, 1 - sum(known)])
-        chances.append(known)
-    return Agreement(tuple(known[0] for known in chances), tuple(ranks), candidates, tuple(chances))
+        first = 0.5 if position // 16 % 2 else 0.9
+        alternatives = [(1 - first) * 0.4 * 0.6**further for further in range(candidates - 1)]
+        probabilities = (first, *alternatives)
+        ranks += random.choices([*range(candidates), ABSENT], [*probabilities, 1 - sum(probabilities)])
+        chances.append(probabilities)
+    return Agreement(tuple(each[0] for each in chances), tuple(ranks), candidates, tuple(chances))

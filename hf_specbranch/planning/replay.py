@@ -1,4 +1,8 @@
-"""A recorded text played again, round by round, as the loop would generate it with other settings."""
+"""Replay a recorded text round by round, as the decoding loop would generate it with other settings.
+
+Greedy text is the target's, whatever is drafted. So the recording decides which draft tokens are accepted, and a replay
+only counts: passes of the target, tokens in them, draft steps. No model runs and no costs are needed.
+"""
 
 from __future__ import annotations
 
@@ -12,50 +16,50 @@ from ..config import SpecBranchConfig
 from ..decoding.policies import POLICIES, Policy
 from .agreement import Agreement
 
-FOR_EVER = 1 << 30  # more than any text has tokens
+UNLIMITED = 1 << 30  # more than any text has tokens
 
 
 class Round(NamedTuple):
-    """One target pass."""
+    """The work of one round: a pass of the target, and the draft steps before and during it."""
 
-    sent: int  # drafted tokens in the pass; where stages are captured, room for them
-    committed: int  # tokens it added
-    steps_before: int  # draft steps it had to wait for
-    steps_beside: int  # draft steps that could run at the same time
-    width: int  # branches in these
+    sent: int  # draft tokens and tree leaves in the pass; in a captured stage, the room for them
+    committed: int  # tokens added to the text
+    steps_before: int  # draft steps that the pass had to wait for
+    overlapped_steps: int  # draft steps that could run while the target ran
+    width: int  # branches in each of the overlapped steps
 
 
-def settled(config: SpecBranchConfig, captured: bool = False, cheap: bool = True) -> SpecBranchConfig:
-    """The same settings with numbers where they say "auto", as a generation without hooks chooses them.
+def effective_config(config: SpecBranchConfig, captured: bool = False, cheap: bool = True) -> SpecBranchConfig:
+    """Return the settings with which a generation without hooks would run: numbers in place of "auto".
 
     Args:
         config: settings.
         captured: stages are captured as CUDA graphs.
-        cheap: the draft is small beside its target.
+        cheap: the draft is small compared with its target.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
-        >>> from hf_specbranch.planning.simulate import settled
-        >>> settled(SpecBranchConfig()).confidence_threshold, settled(SpecBranchConfig(), captured=True).tree_leaves
-        (0.4, 6)
+        >>> from hf_specbranch.planning.replay import effective_config
+        >>> effective_config(SpecBranchConfig()).confidence_threshold
+        0.4
+        >>> effective_config(SpecBranchConfig(), captured=True).max_rejection_branches
+        12
     """
     decided, policy = config.decided(captured, cheap), POLICIES[config.policy]
-    outcomes, leaves = (
-        decided.max_rejection_branches if policy.forks else 0,
-        decided.tree_leaves if policy.drafts_first else 0,
-    )
-    if (outcomes, leaves) == (decided.max_rejection_branches, decided.tree_leaves):
+    rejection_branches = decided.max_rejection_branches if policy.forks else 0
+    tree_leaves = decided.tree_leaves if policy.drafts_first else 0
+    if (rejection_branches, tree_leaves) == (decided.max_rejection_branches, decided.tree_leaves):
         return decided
-    return replace(decided, max_rejection_branches=outcomes, tree_leaves=leaves)
+    return replace(decided, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves)
 
 
 def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:
-    """Go through a recorded text as the loop would; the pass that reads the prompt is not among the rounds.
+    """Return the rounds that the decoding loop would take on a recorded text, without the prefill.
 
     Args:
         agreement: the recording.
-        config: settings to play it with; length heads and the user's hooks are not played.
-        captured: count the work of captured stages, which take all their steps whether needed or not.
+        config: the settings. Length heads and the user's hooks are not replayed.
+        captured: count the work of captured stages, which always run all their steps.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
@@ -64,7 +68,7 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None, capture
         >>> replay(agreement, SpecBranchConfig(policy="vanilla", max_draft_length=4))[0].committed
         3
     """
-    config = settled(config or SpecBranchConfig(), captured)
+    config = effective_config(config or SpecBranchConfig(), captured)
     if POLICIES[config.policy].forks and config.max_branches > agreement.candidates:
         raise ValueError(
             f"max_branches={config.max_branches}, but {agreement.candidates} candidates were recorded at each "
@@ -81,49 +85,51 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None, capture
 
 
 class _Tables:
-    """What a recording says at each position, worked out once for all settings that share these two."""
+    """Facts about each position of a recording, computed once for all plans with the same epsilon and k_max."""
 
     def __init__(self, agreement: Agreement, epsilon: float, branches: int) -> None:
         self.rank, self.chances = agreement.rank, agreement.chances
         recorded = len(self.chances[0]) if self.chances else 0
-        self.others = range(1, min(branches + 1, recorded))  # candidates that a correction is foreseen among
-        self.right = _runs((rank == 0 for rank in agreement.rank), behind=0)
-        self.certain = _runs((sure >= epsilon for sure in agreement.confidence), behind=FOR_EVER)
-        self.width = [max(1, floor(branches * (1 - sure))) for sure in agreement.confidence]
-        self._standings: dict[tuple[int, int], int] = {}
+        self.alternatives = range(1, min(branches + 1, recorded))  # ranks that are considered as likely rejections
+        self.correct = _run_lengths((rank == 0 for rank in agreement.rank), at_end=0)
+        self.confident = _run_lengths((largest >= epsilon for largest in agreement.confidence), at_end=UNLIMITED)
+        self.width = [max(1, floor(branches * (1 - largest))) for largest in agreement.confidence]
+        self._rejection_ranks: dict[tuple[int, int], int] = {}
 
-    def standing(self, at: int, sent: int) -> int:
-        """Of the corrections that the draft foresees for the chain of `sent` tokens from `at` on, likeliest first, the
-        place of the one that came; behind all others if it is none of them.
+    def rejection_rank(self, at: int, sent: int) -> int:
+        """Return how many likely rejections the draft ranks above the one that happened; `UNLIMITED` if it is none.
+
+        A likely rejection is a position among the `sent` draft tokens from `at` on, and an alternative token there. Its
+        probability is that of all draft tokens before it times that of the alternative.
         """
-        found = self._standings.get((at, sent))
+        found = self._rejection_ranks.get((at, sent))
         if found is None:
-            found = self._standings[at, sent] = self._count_likelier(at, sent)
+            found = self._rejection_ranks[at, sent] = self._count_more_likely(at, sent)
         return found
 
-    def _count_likelier(self, at: int, sent: int) -> int:
-        accepted = self.right[at]
+    def _count_more_likely(self, at: int, sent: int) -> int:
+        accepted = self.correct[at]
         rank = self.rank[at + accepted]
-        if rank not in self.others:
-            return FOR_EVER
-        came = prod(chances[0] for chances in self.chances[at : at + accepted]) * self.chances[at + accepted][rank]
-        reached, likelier = 1.0, 0  # the chance that the chain is right up to a place
+        if rank not in self.alternatives:
+            return UNLIMITED
+        actual = prod(chances[0] for chances in self.chances[at : at + accepted]) * self.chances[at + accepted][rank]
+        prefix, more_likely = 1.0, 0  # prefix: the probability that all draft tokens before `place` are right
         for place in range(sent):
-            if reached < came:  # and so is all behind it
+            if prefix < actual:  # so is everything after this place
                 break
             chances = self.chances[at + place]
-            for other in self.others:
-                chance = reached * chances[other]
-                if chance < came:
+            for alternative in self.alternatives:
+                probability = prefix * chances[alternative]
+                if probability < actual:
                     break
-                likelier += chance > came or (place, other) > (accepted, rank)
-            reached *= chances[0]
-        return likelier if came else FOR_EVER
+                more_likely += probability > actual or (place, alternative) > (accepted, rank)
+            prefix *= chances[0]
+        return more_likely if actual else UNLIMITED
 
 
-def _runs(holds: Iterable[bool], behind: int) -> list[int]:
-    """At each position, for how many from there on something holds; at the end it goes on for `behind` more."""
-    runs = [behind]
+def _run_lengths(holds: Iterable[bool], at_end: int) -> list[int]:
+    """Return for each position how many in a row hold from there on; a run that reaches the end gets `at_end` more."""
+    runs = [at_end]
     for each in reversed(list(holds)):
         runs.append(runs[-1] + 1 if each else 0)
     return runs[::-1]
@@ -133,7 +139,7 @@ _tables = lru_cache(maxsize=16)(_Tables)
 
 
 class _Player:
-    """Plays one recording; the counterpart of `decoding.drafter` and `decoding.judge`."""
+    """Replays one recording with one plan; the counterpart of `decoding.drafter` and `decoding.verifier`."""
 
     def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool) -> None:
         self.rank, self.end = agreement.rank, len(agreement.rank)
@@ -141,71 +147,80 @@ class _Player:
         self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
         self.branches = config.max_branches
         tables = _tables(agreement, config.threshold(), self.branches)
-        self.right, self.certain, self.width = tables.right, tables.certain, tables.width
-        self.standing = tables.standing
+        self.correct, self.confident, self.width = tables.correct, tables.confident, tables.width
+        self.rejection_rank = tables.rejection_rank
         most = self.gamma * self.branches
-        self.outcomes, self.leaves = min(int(config.max_rejection_branches), most), min(int(config.tree_leaves), most)
-        self.captured = [self._captured(lined) for lined in (False, True)] if captured else None
+        self.rejection_branches = min(int(config.max_rejection_branches), most)
+        self.tree_leaves = min(int(config.tree_leaves), most)
+        self.captured = [self._captured_rounds(has_pending) for has_pending in (False, True)] if captured else None
 
     def __iter__(self) -> Iterator[Round]:
         ahead, captured, end = self.policy.drafts_ahead, self.captured, self.end
-        at, line = 1, 0  # the prompt's pass gives the first token; tokens drafted behind the text
+        at, pending = 1, 0  # the prefill gives the first token; draft tokens that are pending after the text
         while at < end:
             room = end - at
-            sent = self._chain(at, line, room - 1)
-            committed, left = self._verdict(at, sent, ahead and room > sent + 1)
-            yield captured[line > 0][committed] if captured else self._eager(at, line, room, sent, committed)
-            at, line = at + committed, left
+            sent = self._num_sent(at, pending, room - 1)
+            committed, survived = self._resolve(at, sent, ahead and room > sent + 1)
+            yield captured[pending > 0][committed] if captured else self._eager(at, pending, room, sent, committed)
+            at, pending = at + committed, survived
 
-    def _chain(self, at: int, line: int, limit: int) -> int:
-        """How many tokens to send: what stands drafted, or what is drafted first, up to where the draft is not sure."""
-        if not line:
-            return min(self.certain[at], self.gamma, limit) if self.policy.drafts_first else 0
-        return min(self.certain[at] if self.policy.forks else line, line, self.gamma, limit)
+    def _num_sent(self, at: int, pending: int, limit: int) -> int:
+        """Return how many draft tokens are sent: the pending draft, or a new one, up to where confidence is too low."""
+        if not pending:
+            return min(self.confident[at], self.gamma, limit) if self.policy.drafts_first else 0
+        return min(self.confident[at] if self.policy.forks else pending, pending, self.gamma, limit)
 
-    def _verdict(self, at: int, sent: int, ahead: bool) -> tuple[int, int]:
-        """Tokens that the pass commits, and those that stand drafted behind them."""
-        right = self.right[at]
-        if right >= sent:  # all of it is right; a branch lives on if it has the token behind
-            width = self.width[at + sent] if self.policy.forks else 1
-            return sent + 1, self.depth if ahead and 0 <= self.rank[at + sent] < width else 0
-        if not (self.outcomes or self.leaves):
-            return right + 1, 0
-        standing, behind = self.standing(at, sent), at + right + 1
-        left = self.depth if ahead and standing < self.outcomes else 0
-        if standing >= self.leaves or behind == self.end:
-            return right + 1, left
-        # A runner-up that is right brings a further token; a branch lives on if it has that too.
-        return right + 2, left - 1 if left and self.rank[behind] == 0 else 0
-
-    def _captured(self, lined: bool) -> list[Round]:
-        """Rounds by the tokens they commit: every step of a stage is taken, over as many branches as there may be.
+    def _resolve(self, at: int, sent: int, ahead: bool) -> tuple[int, int]:
+        """Return how many tokens the pass commits, and how many draft tokens are pending after them.
 
         Args:
-            lined: tokens stand drafted when the round begins.
+            at: the position of the first draft token.
+            sent: draft tokens in the pass.
+            ahead: the draft continues while the target runs.
         """
-        before = 0 if lined or not self.policy.drafts_first else self.gamma
-        beside, width = (1 + self.depth, self._widest) if self.policy.drafts_ahead else (0, 0)
-        sent, most = self.gamma + self.leaves, self.gamma + 1
-        return [Round(sent, committed, before, beside, width) for committed in range(most + 1)]
+        correct = self.correct[at]
+        if correct >= sent:  # all are accepted; the branch that holds the bonus token survives
+            width = self.width[at + sent] if self.policy.forks else 1
+            return sent + 1, self.depth if ahead and 0 <= self.rank[at + sent] < width else 0
+        if not (self.rejection_branches or self.tree_leaves):
+            return correct + 1, 0
+        rejection_rank, following = self.rejection_rank(at, sent), at + correct + 1
+        survived = self.depth if ahead and rejection_rank < self.rejection_branches else 0
+        if rejection_rank >= self.tree_leaves or following == self.end:
+            return correct + 1, survived
+        # An accepted leaf brings one token more, the leaf continuation. A branch survives if it holds that token too.
+        return correct + 2, survived - 1 if survived and self.rank[following] == 0 else 0
 
-    def _eager(self, at: int, line: int, room: int, sent: int, committed: int) -> Round:
-        """Steps are taken as they are needed."""
-        first = self.policy.drafts_first and not line
-        looked = first and sent < min(self.gamma, room - 1)  # the distribution behind the chain is known already
-        width, beside = 0, 0
+    def _captured_rounds(self, has_pending: bool) -> list[Round]:
+        """Return the rounds of captured stages by committed tokens: all steps run, over as many branches as allowed.
+
+        Args:
+            has_pending: draft tokens are pending when the round begins.
+        """
+        before = 0 if has_pending or not self.policy.drafts_first else self.gamma
+        overlapped, width = (1 + self.depth, self._max_width) if self.policy.drafts_ahead else (0, 0)
+        sent, most = self.gamma + self.tree_leaves, self.gamma + 1
+        return [Round(sent, committed, before, overlapped, width) for committed in range(most + 1)]
+
+    def _eager(self, at: int, pending: int, room: int, sent: int, committed: int) -> Round:
+        """Return a round of eager stages, which run the steps that are needed."""
+        first = self.policy.drafts_first and not pending
+        # A draft that stopped early has already computed the distribution after its last token.
+        stopped_early = first and sent < min(self.gamma, room - 1)
+        width, overlapped = 0, 0
         if self.policy.drafts_ahead and room > sent + 1:
             width = self.width[at + sent] if self.policy.forks else 1
-            beside = self._steps_beside(sent, sent if first else line, width, looked)
-        passed = sent + min(self.leaves, sent * self.branches)
-        return Round(passed, committed, sent + looked if first else 0, beside, self._widest if self.outcomes else width)
+            overlapped = self._overlapped_steps(sent, sent if first else pending, width, stopped_early)
+        in_pass = sent + min(self.tree_leaves, sent * self.branches)
+        before = sent + stopped_early if first else 0
+        return Round(in_pass, committed, before, overlapped, self._max_width if self.rejection_branches else width)
 
     @property
-    def _widest(self) -> int:
-        return self.branches + self.outcomes if self.policy.forks else 1
+    def _max_width(self) -> int:
+        return self.branches + self.rejection_branches if self.policy.forks else 1
 
-    def _steps_beside(self, sent: int, line: int, width: int, looked: bool) -> int:
-        """Draft steps behind the chain: the main branch is brought to its length, siblings take `depth` steps."""
-        first = int(line == sent and not looked)
-        missing = sent + 1 + self.depth - max(line, sent + 1)
-        return first + (self.depth if width > 1 or self.outcomes else missing)
+    def _overlapped_steps(self, sent: int, pending: int, width: int, stopped_early: bool) -> int:
+        """Return the draft steps after the sent tokens: the main branch gets its full length, the others `depth`."""
+        first = int(pending == sent and not stopped_early)
+        missing = sent + 1 + self.depth - max(pending, sent + 1)
+        return first + (self.depth if width > 1 or self.rejection_branches else missing)

@@ -1,4 +1,4 @@
-"""Settings for a pair on this machine: first by replay, then the best few by measurement."""
+"""Search fixed settings for a pair on this machine: rank them all by replay, then measure the best few."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
 from .agreement import Agreement, record_agreement
-from .chooser import WORTH_OVERLAPPING
+from .chooser import MIN_HIDDEN
 from .costs import StepCosts
 from .measure import Inputs, Measurement, decode_seconds, generations, measure_costs, plain_run_seconds
-from .replay import settled
+from .replay import effective_config
 from .simulate import Prediction, predict
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -26,7 +26,7 @@ POLICIES = ("vanilla", "pearl", "specbranch")
 
 
 class Ranked(NamedTuple):
-    """A choice of settings and what is expected of it."""
+    """Settings and their predicted speed."""
 
     config: SpecBranchConfig
     prediction: Prediction
@@ -40,28 +40,28 @@ def rank(
     captured: bool = False,
     cheap: bool = True,
 ) -> list[Ranked]:
-    """Every choice on the grid, the fastest predicted first; of equals the one that drafts less.
+    """Return all settings on the grid, the fastest predicted first; among equals, the one with fewer draft steps.
 
     Args:
         agreements: recordings.
-        costs: what a step takes.
-        policies: where to search.
-        runtime: put into the settings.
-        captured: stages are captured, as on CUDA.
-        cheap: the draft is small beside its target.
+        costs: step costs.
+        policies: the policies to search.
+        runtime: as in `SpecBranchConfig`.
+        captured: stages are captured as CUDA graphs.
+        cheap: the draft is small compared with its target.
 
     Example:
-        >>> from hf_specbranch.planning.simulate import Agreement, StepCosts
+        >>> from hf_specbranch.planning import Agreement, StepCosts
         >>> from hf_specbranch.planning.tune import rank
         >>> always_right = Agreement(confidence=(0.9,) * 65, rank=(0,) * 65, candidates=8)
         >>> best = rank([always_right], StepCosts(target_pass=0.01, draft_step=0.0001))[0]
         >>> best.config.max_draft_length
         16
     """
-    overlap = costs.hidden >= WORTH_OVERLAPPING
-    found = []
+    overlap = costs.hidden >= MIN_HIDDEN
+    ranked = []
     for policy in policies:
-        thresholds = THRESHOLDS if policy != "pearl" else THRESHOLDS[:1]  # it never stops early
+        thresholds = THRESHOLDS if policy != "pearl" else THRESHOLDS[:1]  # it ignores the threshold
         branches = BRANCHES if policy == "specbranch" else BRANCHES[:1]
         for length, threshold, count in product(LENGTHS, thresholds, branches):
             config = SpecBranchConfig(
@@ -72,29 +72,30 @@ def rank(
                 overlap=overlap,
                 runtime=runtime,
             )
-            found.append(Ranked(config, predict(agreements, settled(config, captured, cheap), costs, captured)))
-    return sorted(found, key=lambda each: (-each.prediction.tokens_per_second, each.prediction.draft_steps_per_pass))
+            prediction = predict(agreements, effective_config(config, captured, cheap), costs, captured)
+            ranked.append(Ranked(config, prediction))
+    return sorted(ranked, key=lambda each: (-each.prediction.tokens_per_second, each.prediction.draft_steps_per_pass))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings that were run."""
+    """Settings that were measured; speeds in tokens per second after the first token."""
 
     config: SpecBranchConfig
     predicted: float
-    measured: float  # tokens per second behind the first token
+    measured: float
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The outcome of a search.
+    """The result of a search.
 
     Args:
-        trials: what was run, the fastest first.
+        trials: the settings that were measured, the fastest first.
         plain: tokens per second of plain `generate()`, measured in turn with them.
-        auto: those of the default, which plans for itself, likewise.
-        measurement: step costs here.
-        ranked: everything on the grid, the fastest predicted first.
+        auto: tokens per second of `policy="auto"`, measured in turn with them.
+        measurement: the step costs on this machine.
+        ranked: all settings on the grid, the fastest predicted first.
     """
 
     trials: list[Trial]
@@ -105,7 +106,7 @@ class Tuning:
 
     @property
     def best(self) -> SpecBranchConfig:
-        """The fastest of what was run; these settings stay as they are, whatever the text."""
+        """The fastest measured settings. They are fixed: no planner adapts them to the text."""
         return self.trials[0].config
 
 
@@ -120,26 +121,26 @@ def tune(
     runtime: str = "auto",
     tick: Callable[[], None] = lambda: None,
 ) -> Tuning:
-    """Search gamma, epsilon and the number of branches on these prompts, greedy.
+    """Search gamma, epsilon and the number of branches with greedy decoding on these prompts.
 
     Args:
         model: the target, with SpecBranch attached.
         draft: the draft.
         prompts: tokenized prompts.
-        max_new_tokens: how much text each is to give.
-        policies: where to search.
-        finalists: how many choices to measure, beside the defaults.
-        repeats: runs of each on each prompt.
+        max_new_tokens: tokens to generate per prompt.
+        policies: the policies to search.
+        finalists: how many settings to measure, in addition to the defaults.
+        repeats: how often each is run per prompt.
         runtime: as in `SpecBranchConfig`.
-        tick: called after every generation; `tuning_generations` says how often.
+        tick: called after every generation, at most `tuning_generations` times.
 
     Example:
         >>> from hf_specbranch import load_demo_pair, specbranch
         >>> from hf_specbranch.planning.tune import tune
         >>> target, draft, tokenizer = load_demo_pair()
         >>> prompts = [tokenizer("def add(a, b):", return_tensors="pt")]
-        >>> found = tune(specbranch(target), draft, prompts, max_new_tokens=12, finalists=1, repeats=1)
-        >>> found.best.to_json_file("tuned.json")  # doctest: +SKIP
+        >>> tuning = tune(specbranch(target), draft, prompts, max_new_tokens=12, finalists=1, repeats=1)
+        >>> tuning.best.to_json_file("tuned.json")  # doctest: +SKIP
     """
     prompts, agreements = record_all(model, draft, prompts, max_new_tokens, tick)
     if not agreements:
@@ -150,8 +151,8 @@ def tune(
     chosen = {each.config: each.prediction.tokens_per_second for each in _finalists(ranked, finalists)}
     defaults = [SpecBranchConfig(policy=policy, runtime=runtime) for policy in policies]
     for config in defaults:
-        said = predict(agreements, settled(config, captured, cheap), costs, captured)
-        chosen.setdefault(config, said.tokens_per_second)
+        prediction = predict(agreements, effective_config(config, captured, cheap), costs, captured)
+        chosen.setdefault(config, prediction.tokens_per_second)
     auto = SpecBranchConfig(runtime=runtime)
     speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in (*chosen, auto)}
     plain = []
@@ -179,7 +180,7 @@ def record_all(
     max_new_tokens: int,
     tick: Callable[[], None],
 ) -> tuple[list[Inputs], list[Agreement]]:
-    """The prompts that give more than one token, and a recording of each."""
+    """Return the prompts whose texts have more than one token, and a recording of each."""
     agreements = []
     for inputs in prompts:
         agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES) + 1))
@@ -189,18 +190,18 @@ def record_all(
 
 
 def tuning_generations(prompts: int, finalists: int, repeats: int, policies: int) -> int:
-    """At most how often `tune` will tick."""
+    """Return the most often that `tune` calls `tick`."""
     return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies + 2)
 
 
 def _finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:
-    """The best of each policy, then the best of all; no two that are predicted to do exactly the same rounds.
+    """Return the best settings of each policy, then the best of all, leaving out those with an equal prediction.
 
-    Predictions err less within a policy than between policies, so none is left unmeasured.
+    Predictions are more accurate within a policy than between policies, so each policy is measured at least once.
     """
     first = {each.config.policy: each for each in reversed(ranked)}
-    found: list[Ranked] = []
+    finalists: list[Ranked] = []
     for each in [*sorted(first.values(), key=ranked.index), *ranked]:
-        if len(found) < count and all(each.prediction != other.prediction for other in found):
-            found.append(each)
-    return found
+        if len(finalists) < count and all(each.prediction != other.prediction for other in finalists):
+            finalists.append(each)
+    return finalists
