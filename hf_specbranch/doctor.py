@@ -210,9 +210,11 @@ def _memory(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
 
 
 def _cache_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of keys and values per token, over all layers."""
+    """Return the bytes of keys and values per token, over all layers; 0 for a model without attention."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
 

@@ -132,6 +132,17 @@ def test_a_model_whose_attention_takes_no_mask_is_found_out(target, draft):
     assert states(check_everything(bloom, draft, tokenizer, tokenizer))["attention"] == FAILED
 
 
+def test_recurrent_draft_cannot_be_used(target):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)).eval()
+    tokenizer = letter_tokenizer(VOCABULARY)
+    report = examine(attached(target), mamba, tokenizer, tokenizer, [PROMPT])
+    assert states(report.checks)["models"] == FAILED and not report.policies
+    assert report.verdict.startswith("This pair cannot be used: the draft MambaForCausalLM keeps a recurrent state")
+
+
 # ---- tune
 
 
