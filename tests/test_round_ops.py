@@ -1,6 +1,7 @@
-"""The kernels of a round decide what its torch code decides, one by one, stage by stage, and over whole generations.
+"""The Triton operations of a round do what the torch ones do: one by one, stage by stage, over whole generations.
 
-Kernels run on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which one test here starts.
+The contract is `DraftOps` on a `DraftRound`, and the `in_triton` forms of the verifier and of the target. Kernels run
+on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which one test here starts.
 """
 
 import copy
@@ -19,27 +20,37 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_specbranch import SpecBranchStats, SpeculationHook
-from hf_specbranch.decoding.acceptance import NO_TOKEN, NONE, accept_choices, accept_samples
+from hf_specbranch.decoding.acceptance import NO_TOKEN, accept_choices, accept_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.drafter import Drafter, NoDrafter, own_token_first
+from hf_specbranch.decoding.draft_round import DraftRound
+from hf_specbranch.decoding.draft_source import NoDraft
+from hf_specbranch.decoding.drafter import Drafter
 from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, LengthHeadHook, TopKBranches
 from hf_specbranch.decoding.likely_rejections import LikelyRejections
 from hf_specbranch.decoding.pending_draft import PendingDraft
 from hf_specbranch.decoding.policies import POLICIES
-from hf_specbranch.decoding.quick_drafter import QuickDrafter, is_plain
-from hf_specbranch.decoding.quick_judge import QuickJudge
-from hf_specbranch.decoding.quick_target import QuickTarget
-from hf_specbranch.decoding.state import Branches, DraftTokens, Feedback, TreeLeaves, VerifyResult
+from hf_specbranch.decoding.resolve import NONE
+from hf_specbranch.decoding.side_branches import SideBranches
+from hf_specbranch.decoding.state import (
+    RESULT_NUMBERS,
+    BranchStarts,
+    DraftTokens,
+    Feedback,
+    RoundResult,
+    TreeLeaves,
+    VerifyResult,
+)
 from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Text
+from hf_specbranch.decoding.torch_draft_ops import TorchDraftOps
+from hf_specbranch.decoding.triton_draft_ops import TritonDraftOps, kernels_know
 from hf_specbranch.decoding.verifier import Verifier
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.parallel_build import is_dry_run
-from hf_specbranch.kernels.rounds import inputs as inputs
-from hf_specbranch.kernels.rounds import memory
+from hf_specbranch.kernels.rounds import inputs, memory
 from hf_specbranch.kernels.warm_up import _kernels_of_every_model
 from hf_specbranch.runtime.base import Step
 from hf_specbranch.runtime.eager import SMALLEST, EagerRunner
@@ -117,8 +128,8 @@ def cases(*policies, **static_shapes):
     return st.builds(Case, **{**drawn, **static_shapes})
 
 
-class OpenDesk(Buffers):
-    """Memory that can be looked at by name."""
+class NamedBuffers(Buffers):
+    """Buffers that can be read by name."""
 
     def __init__(self):
         super().__init__(torch.device(DEVICE), static_shapes=True)
@@ -143,45 +154,32 @@ def distributions(shape):
     return (2 * torch.randn(shape, device=DEVICE)).softmax(-1)
 
 
-def drafter(kind, case, dtype=torch.float32):
-    """Two that are made of the same case hold the same, but for their kind."""
+def make_drafter(in_triton, case, dtype=torch.float32, kind=Drafter):
+    """Two drafters that are made of the same case hold the same, whatever their operations."""
     rows, gamma, policy = case.rows, case.gamma, POLICIES[case.policy]
     most = gamma * case.width
     branches = case.width if policy.forks else 1
-    rejection_branches, leaves = (
-        min(case.rejection_branches, most) * policy.forks,
-        min(case.leaves, most) * policy.drafts_first,
-    )
-    buffers, stats, runner = OpenDesk(), SpecBranchStats(), small_runner(case.vocabulary + case.own, dtype)
+    rejection_branches = min(case.rejection_branches, most) * policy.forks
+    leaves = min(case.leaves, most) * policy.drafts_first
+    buffers, stats, runner = NamedBuffers(), SpecBranchStats(), small_runner(case.vocabulary + case.own, dtype)
     torch.manual_seed(case.seed)
     processors = [RepetitionPenaltyLogitsProcessor(case.penalty)] if case.penalty != 1 else []
-    draft = DraftModel(buffers, runner, padded(rows, PROMPT), case.vocabulary, processors, CAPACITY, stats)
+    model = DraftModel(buffers, runner, padded(rows, PROMPT), case.vocabulary, processors, CAPACITY, stats)
     text = randint(0, case.vocabulary - 1, (rows, CAPACITY))
-    reach = 2 * gamma + 2
     generator = buffers.generator("drafts", case.seed) if case.draws else None
-    pending = PendingDraft(
-        buffers, text, randint(PROMPT, PROMPT + 4, (rows,)), CAPACITY, reach, case.vocabulary, generator
-    )
+    start = randint(PROMPT, PROMPT + 4, (rows,))
+    pending = PendingDraft(buffers, text, start, CAPACITY, 2 * gamma + 2, case.vocabulary, generator)
     rules = [ConfidenceStop(case.epsilon)] if case.epsilon > 0 else []
     hooks = HookList([*([Half()] if case.cuts else []), *rules, TopKBranches(case.width)])
-    likely_rejections = LikelyRejections(buffers, pending, gamma, case.width, max(rejection_branches, leaves))
-    made = kind(
-        buffers,
-        draft,
-        pending,
-        policy,
-        gamma,
-        branches,
-        rejection_branches,
-        leaves,
-        likely_rejections,
-        hooks,
-        LIMIT,
-        stats,
-    )
-    made.prefill(PROMPT)
-    put_in_the_middle(made)
-    return made
+    side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, policy.depth(gamma))
+    rejections = LikelyRejections(buffers, pending, gamma, case.width, max(rejection_branches, leaves))
+    counts = gamma, branches, rejection_branches, leaves
+    round = DraftRound(buffers, pending, side, rejections, policy, *counts, LIMIT, case.vocabulary)
+    ops = TritonDraftOps(round, model, hooks, buffers) if in_triton else TorchDraftOps(round, model, hooks)
+    drafter = kind(buffers, model, round, ops, hooks, stats)
+    drafter.prefill(PROMPT)
+    put_in_the_middle(drafter)
+    return drafter
 
 
 @lru_cache
@@ -199,77 +197,70 @@ def padded(rows, length):
     return torch.arange(length, device=DEVICE) >= randint(0, length - 2, (rows, 1))
 
 
-def put_in_the_middle(made):
-    """A line is drafted, part of it is a chain that is being verified, and branches stand where the policy has any."""
-    pending, side_branches, likely_rejections, runner = (
-        made.pending,
-        made.side_branches,
-        made.likely_rejections,
-        made.model.runner,
-    )
+def put_in_the_middle(drafter):
+    """A draft is pending, part of it is being verified, and there are branches where the policy has any."""
+    round, runner = drafter.round, drafter.model.runner
+    pending, side, rejections = round.pending, round.side, round.rejections
     rows = (pending.count,)
-    for part in (pending, side_branches):
+    for part in (pending, side):
         part.scores.copy_(distributions(part.scores.shape))
         part.confidence.copy_(part.scores.max(-1).values)
     pending.end += randint(0, pending.reach, rows)
-    pending.fed.copy_(pending.end - randint(0, 2, rows))
-    made.sent_length.copy_(randint(0, pending.length.clamp(max=made.gamma), rows))
-    made.point.copy_(pending.start + made.sent_length)
-    made.count.copy_(randint(0, 9, rows))
-    made.survived.copy_(randint(0, 1, rows))
-    made.ahead.copy_(randint(0, 3, rows))  # mostly
-    likely_rejections.tokens.copy_(randint(0, 10, likely_rejections.tokens.shape))
-    likely_rejections.at.copy_(randint(NONE, made.sent_length[:, None] - 1, likely_rejections.at.shape))
-    made.branch_tokens.copy_(randint(0, 10, made.branch_tokens.shape))
-    if made.policy.drafts_ahead:
-        ahead = made.ahead[:, None]
-        pending.end.copy_(torch.where(made.ahead, torch.maximum(pending.end, made.point + 1 + made.depth), pending.end))
-        made.width.copy_(torch.where(made.ahead, randint(1, made.branches, rows), 0))
-        at = torch.where(made.order < made.width[:, None], made.sent_length[:, None], NONE)
-        made.branch_at[:, : made.branches] = at
-        rejection_branches = made.branch_at[:, made.branches :]
-        rejection_branches.copy_(
-            torch.where(ahead, randint(NONE, made.sent_length[:, None] - 1, rejection_branches.shape), NONE)
-        )
-    side_branches.open(made.point, forks_of(made), made.branch_tokens[:, 1:])
-    side_branches.tokens[:, :, 1:] = randint(0, 10, side_branches.tokens[:, :, 1:].shape)
+    pending.cached.copy_(pending.end - randint(0, 2, rows))
+    round.sent_length.copy_(randint(0, pending.length.clamp(max=round.gamma), rows))
+    round.point.copy_(pending.start + round.sent_length)
+    round.count.copy_(randint(0, 9, rows))
+    round.survived.copy_(randint(0, 1, rows))
+    round.ahead.copy_(randint(0, 3, rows))  # mostly
+    rejections.tokens.copy_(randint(0, 10, rejections.tokens.shape))
+    rejections.at.copy_(randint(NONE, round.sent_length[:, None] - 1, rejections.at.shape))
+    round.branch_tokens.copy_(randint(0, 10, round.branch_tokens.shape))
+    if round.policy.drafts_ahead:
+        longer = torch.maximum(pending.end, round.point + 1 + round.depth)
+        pending.end.copy_(torch.where(round.ahead, longer, pending.end))
+        round.width.copy_(torch.where(round.ahead, randint(1, round.branches, rows), 0))
+        at = torch.where(round.order < round.width[:, None], round.sent_length[:, None], NONE)
+        round.branch_at[:, : round.branches] = at
+        earlier = round.branch_at[:, round.branches :]
+        some = randint(NONE, round.sent_length[:, None] - 1, earlier.shape)
+        earlier.copy_(torch.where(round.ahead[:, None], some, NONE))
+    at = round.branch_at[:, 1:]
+    forks = torch.where(at == NONE, round.point[:, None], pending.start[:, None] + at)
+    side.open(round.point, forks, round.branch_tokens[:, 1:])
+    side.tokens[:, :, 1:] = randint(0, 10, side.tokens[:, :, 1:].shape)
     runner.slot_positions.copy_(randint(0, 15, runner.slot_positions.shape))
     for layer in runner.cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
 
 
-def forks_of(made):
-    at = made.branch_at[:, 1:]
-    return torch.where(at == NONE, made.point[:, None], made.pending.start[:, None] + at)
-
-
 def both(case):
-    return drafter(Drafter, case), drafter(QuickDrafter, case)
+    return make_drafter(False, case), make_drafter(True, case)
 
 
-def a_verdict(made, seed):
-    """Any that can come: with or without a survivor and a bonus token, cut short or not, ending a text or not."""
+def a_result(drafter, seed):
+    """Any that can come: with or without a survivor and a continuation, cut short or not, ending a text or not."""
     torch.manual_seed(seed)
-    rows = []
-    for b in range(made.pending.count):
-        options = [NONE, *(k for k, at in enumerate(made.branch_at[b].tolist()) if at != NONE)]
+    round, rows = drafter.round, []
+    for b in range(round.pending.count):
+        options = [NONE, *(k for k, at in enumerate(round.branch_at[b].tolist()) if at != NONE)]
         survivor = options[torch.randint(len(options), ())]
-        length = int(made.sent_length[b])
-        accepted = int(made.branch_at[b, survivor]) if survivor >= 0 else int(torch.randint(length + 1, ()))
-        token = int(made.branch_tokens[b, survivor]) if survivor >= 0 else int(torch.randint(10, ()))
-        continuation = int(torch.randint(10, ())) if torch.rand(()) < 0.4 else NONE
+        length = int(round.sent_length[b])
+        accepted = int(round.branch_at[b, survivor]) if survivor >= 0 else int(torch.randint(length + 1, ()))
+        token = int(round.branch_tokens[b, survivor]) if survivor >= 0 else int(torch.randint(10, ()))
+        # A leaf is an alternative to a draft token, so the main branch has no continuation.
+        continuation = int(torch.randint(10, ())) if survivor != 0 and torch.rand(()) < 0.4 else NONE
         committed = allowed = accepted + 1 + (continuation >= 0)
         if torch.rand(()) < 0.4:
             committed = int(torch.randint(allowed, ()))
         finished = committed < allowed or bool(torch.rand(()) < 0.2)
         rows.append(
-            [committed, accepted, token, survivor, continuation, finished, int(made.pending.start[b]) + committed]
+            [committed, accepted, token, survivor, continuation, finished, int(round.pending.start[b]) + committed]
         )
-    round_result = torch.tensor(rows, device=DEVICE).T.contiguous().long()
+    result = RoundResult(torch.tensor(rows, device=DEVICE).T.contiguous().long())
     complete = [row[0] == row[1] + 1 + (row[4] >= 0) for row in rows]
     moved = any(whole and row[3] > 0 for whole, row in zip(complete, rows))
-    return Feedback(round_result, None, moved, draft_ended=True)
+    return Feedback(result, None, moved, draft_ended=True)
 
 
 def assert_same(got, expected, name=""):
@@ -277,232 +268,224 @@ def assert_same(got, expected, name=""):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=lambda said: f"{name}: {said}")
 
 
-def assert_alike(quick, plain):
-    got, expected = what_is_read(quick), what_is_read(plain)
+def assert_alike(in_triton, in_torch):
+    got, expected = state_of(in_triton), state_of(in_torch)
     for name in expected:
         assert_same(got[name], expected[name], name)
 
 
-def what_is_read(made):
-    """Everything on a drafter's desk, less the entries that nobody reads and branches that are not open."""
-    found, closed = dict(made.buffers.memory), made.branch_at == NONE
-    for name in ("line.ids", "line.confidence", "line.scores"):
+def state_of(drafter):
+    """Everything in a drafter's buffers, less scratch entries and branches that are not open."""
+    round = drafter.round
+    found, closed = dict(drafter.buffers.memory), round.branch_at == NONE
+    for name in ("pending.ids", "pending.confidence", "pending.scores"):
         found[name] = found[name][:, :-1]
-    for name in ("siblings.tokens", "siblings.confidence", "siblings.scores"):
+    for name in ("side.tokens", "side.confidence", "side.scores"):
         values = found[name]  # [B, W, ...]
         found[name] = values.masked_fill(closed[:, 1:].reshape(*values.shape[:2], *[1] * (values.ndim - 2)), 0)
     for name in ("branches.tokens", "branches.following"):
         if name in found:
             found[name] = found[name].masked_fill(closed, 0)
-    found["foresight.tokens"] = made.likely_rejections.tokens.masked_fill(made.likely_rejections.at == NONE, 0)
-    del found["fresh"]  # is of interest to hooks alone
+    found["rejections.tokens"] = round.rejections.tokens.masked_fill(round.rejections.at == NONE, 0)
+    found.pop("fresh")  # concerns hooks only
+    found.pop("drafted", None)
     return found
 
 
-def line_tips(made, queries):
-    pending = made.pending
-    columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=0)
-    return (
-        pending.ids.gather(1, columns), columns, made.model.positions.gather(1, columns),
-        made.model.text_up_to(columns, SHOWN),
-    )  # fmt: skip
-
-
-def branch_tips(made, step):
-    side_branches = made.side_branches
-    tokens, columns, slots = side_branches.inputs(step)
-    own = tokens, slots, made.model.positions.gather(1, columns), side_branches.visible(step, SHOWN)
-    return tuple(torch.cat(parts, dim=1) for parts in zip(line_tips(made, 1), own))
-
-
-def what_the_draft_says(made, queries):
-    """Logits over its own vocabulary, what they mean for the target's, noise, and tokens drawn with that."""
-    logits = 3 * torch.randn((made.pending.count, queries, made.model.own_vocabulary), device=DEVICE)
-    logits = logits.masked_fill(torch.rand_like(logits) < 0.3, -torch.inf)  # as by processors
+def some_logits(drafter, queries):
+    """Logits over the draft's own vocabulary, some of them masked as by processors."""
+    logits = 3 * torch.randn((drafter.round.pending.count, queries, drafter.model.own_vocabulary), device=DEVICE)
+    logits = logits.masked_fill(torch.rand_like(logits) < 0.3, -torch.inf)
     logits[..., 3] = 1.0
-    said = made.model.distribution(logits, lambda: None, [])
-    noise = torch.empty((*said.shape[:2], min(said.shape[2], logits.shape[2])), device=DEVICE).exponential_()
-    return logits, said, noise, (said[..., : noise.shape[2]] / noise).argmax(-1)
+    return logits
 
 
-def assert_tips(got, expected, queries=slice(None)):
+def drawn_with(drafter, logits):
+    """What logits mean for the target's vocabulary, noise, and the tokens drawn with that noise."""
+    q = drafter.model.distribution(logits, lambda: None, [])
+    noise = torch.empty((*q.shape[:2], min(q.shape[2], logits.shape[2])), device=DEVICE).exponential_()
+    return q, noise, (q[..., : noise.shape[2]] / noise).argmax(-1)
+
+
+def assert_inputs(got, expected, queries=slice(None)):
     for name, one, other in zip(rounds.ForwardInputs._fields, got, expected, strict=True):
         assert torch.equal(one[:, queries], other[:, queries]), name
 
 
-# ---- kernel by kernel
+# ---- operation by operation
 
 
 @on_kernels()
-@given(cases(*EVERY), st.integers(0, 2), st.booleans(), st.booleans())
-def test_kernel_advance_notes_a_distribution_and_extends_the_line(case, further, sticky, is_drawn):
-    plain, quick = both(case)
-    pending, (logits, said, noise, drawn) = plain.pending, what_the_draft_says(plain, 1)
-    flag, bound = plain.ahead.clone(), pending.end + randint(-2, 1, (case.rows,))
-    pending.note(said[:, 0])
-    pending.next.copy_(drawn[:, 0] if is_drawn else pending.next)
-    going = flag & (pending.end < bound + further) & ~plain.hooks.stop(pending.state(pending.end))
-    pending.extend(going)
-    plain.count += going
-
-    after, flag = quick._pending_inputs(1, SHOWN), flag.clone()
-    rounds.advance(
-        logits, quick.pending_buffers, after, quick.model.positions, flag, bound, quick.count, further, case.epsilon,
-        sticky, noise=noise if is_drawn else None,
-    )  # fmt: skip
-    assert torch.equal(flag, going if sticky else plain.ahead)
-    assert_alike(quick, plain)
-    assert_tips(after, line_tips(plain, 1))
+@given(cases(*EVERY), st.integers(0, 2), st.booleans())
+def test_extend(case, further, stops):
+    pair = both(case)
+    bound = pair[0].round.pending.end + randint(-2, 1, (case.rows,))
+    logits, flags, after = some_logits(pair[0], 1), [], []
+    for drafter in pair:
+        ops, flag = drafter.ops, drafter.round.ahead.clone()
+        ops.point_inputs(SHOWN)
+        ops.extend(logits, flag, bound, further, stops)
+        flags.append(flag)
+        after.append(ops.draft_inputs(1, SHOWN))
+    assert torch.equal(*flags)
+    assert_alike(*reversed(pair))
+    assert_inputs(after[1], after[0])  # the kernel has written the inputs of the next step
 
 
 @on_kernels(examples=15)
-@given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3), st.booleans())
-def test_kernel_advance_extends_all_branches(case, step, is_drawn):
-    plain, quick = both(case)
-    step, side_branches, pending = step % plain.depth, plain.side_branches, plain.pending
-    for made in (plain, quick):
-        made.pending.end.copy_(made.point + 1 + made.sent_length % (made.depth + 1))
-    logits, said, noise, drawn = what_the_draft_says(plain, 1 + side_branches.most)
-    after = rounds.ForwardInputs(*(part.clone() for part in branch_tips(plain, step)))
-    pending.note(said[:, 0])
-    side_branches.extend(step, logits[:, 1:])
-    if is_drawn:
-        pending.next.copy_(drawn[:, 0])
-        side_branches.tokens[:, :, step + 1] = drawn[:, 1:]
-    going = plain.ahead & (pending.end < plain.point + 1 + plain.depth)
-    pending.extend(going)
-    plain.count += going
+@given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3))
+def test_extend_branches(case, step):
+    pair = both(case)
+    step, logits, after = step % pair[0].depth, some_logits(pair[0], 1 + pair[0].round.side.most), []
+    for drafter in pair:
+        round, ops = drafter.round, drafter.ops
+        round.pending.end.copy_(round.point + 1 + round.sent_length % (round.depth + 1))
+        before = TorchDraftOps(round, drafter.model, drafter.hooks).branch_inputs(step, SHOWN)
+        ops.inputs = rounds.ForwardInputs(*(part.clone() for part in before))
+        ops.feeds_main = True
+        ops.extend_branches(logits, step)
+        last = step + 1 == round.depth
+        after.append(ops.draft_inputs(1, SHOWN) if last else ops.branch_inputs(step + 1, SHOWN))
+    assert_alike(*reversed(pair))
+    assert_inputs(after[1], after[0], slice(0, 1) if step + 1 == pair[0].depth else slice(None))
 
+
+@on_kernels(examples=15)
+@given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3))
+def test_drawn_tokens(case, step):
+    """With given noise, the kernel draws the tokens that the waiting times say."""
+    plain, quick = both(case)
+    step, logits = step % plain.depth, some_logits(plain, 1 + plain.round.side.most)
+    q, noise, drawn = drawn_with(plain, logits)
+    round, side = plain.round, plain.round.side
+    for drafter in (plain, quick):
+        drafter.round.pending.end.copy_(drafter.round.point + 1 + drafter.round.sent_length % (drafter.depth + 1))
+    before = plain.ops.branch_inputs(step, SHOWN)
+    round.pending.record(q[:, 0])
+    side.extend(step, logits[:, 1:])
+    round.pending.next.copy_(drawn[:, 0])
+    side.tokens[:, :, step + 1] = drawn[:, 1:]
+    going = round.ahead & (round.pending.end < round.point + 1 + round.depth)
+    round.pending.extend(going)
+    round.count += going
+
+    state = quick.round
     rounds.advance(
-        logits, quick.pending_buffers, after, quick.model.positions, quick.ahead, quick.point, quick.count,
-        1 + quick.depth, side_branches=quick.side_branch_buffers, step=step, noise=noise if is_drawn else None,
+        logits, quick.ops.pending, rounds.ForwardInputs(*(part.clone() for part in before)), quick.model.positions,
+        state.ahead, state.point, state.count, 1 + state.depth, side=quick.ops.side, step=step, noise=noise,
     )  # fmt: skip
     assert_alike(quick, plain)
-    assert_tips(after, line_tips(plain, 1), slice(0, 1))
-    if step + 1 < plain.depth:
-        assert_tips(after, branch_tips(plain, step + 1))
 
 
 @on_kernels(examples=15)
 @given(cases("vanilla", "specbranch", leaves=st.integers(1, 8)))
-def test_kernel_foresee_finds_the_likeliest_corrections(case):
-    plain, quick = both(case)
-    plain.likely_rejections.look(plain.sent_length)
-    quick._find_likely_rejections()
-    assert_alike(quick, plain)
+def test_find_rejections(case):
+    pair = both(case)
+    for drafter in pair:
+        drafter.ops.find_rejections()
+    assert_alike(*reversed(pair))
 
 
 @on_kernels()
 @given(cases("pearl", "specbranch"))
-def test_kernel_fork_opens_the_branches(case):
-    plain, quick = both(case)
-    pending, ahead = plain.pending, plain.ahead[:, None]
-    state, own = pending.state(plain.point), pending.ids.gather(1, plain.point[:, None])
-    width = plain.hooks.fork(state).clamp(max=plain.branches) if plain.policy.forks else torch.ones_like(plain.width)
-    plain.width.copy_(torch.where(plain.ahead, width, 0))
-    plain.branch_tokens[:, : plain.branches] = own_token_first(state.scores, own, plain.branches)
-    is_open = plain.order < plain.width[:, None]
-    plain.branch_at[:, : plain.branches] = torch.where(is_open, plain.sent_length[:, None], NONE)
-    plain.branch_tokens[:, plain.branches :] = plain.likely_rejections.tokens[:, : plain.rejection_branches]
-    plain.branch_at[:, plain.branches :] = torch.where(
-        ahead, plain.likely_rejections.at[:, : plain.rejection_branches], NONE
-    )
-    plain.count += (plain.branch_at[:, 1:] != NONE).sum(1) * (1 + plain.depth)
-
-    rounds.fork(
-        quick.pending_buffers, quick.point, quick.sent_length, quick.ahead, (quick.likely_rejections.tokens,
-        quick.likely_rejections.at),
-        quick.branch_tokens, quick.branch_at, quick.width, quick.count, quick.branches, quick.depth, quick.widest,
-    )  # fmt: skip
-    assert torch.equal(quick.branch_tokens, plain.branch_tokens)
-    assert_alike(quick, plain)
+def test_fork_and_first_inputs(case):
+    pair, found = both(case), []
+    for drafter in pair:
+        drafter.ops.fork()
+        found.append(drafter.ops.branch_inputs(0, SHOWN))
+    assert torch.equal(pair[0].round.branch_tokens, pair[1].round.branch_tokens)
+    assert_alike(*reversed(pair))
+    assert torch.equal(pair[0].round.side.tokens, pair[1].round.side.tokens)
+    assert_inputs(found[1], found[0])
 
 
 @on_kernels()
 @given(cases(*EVERY), seeds)
-def test_kernel_follow_goes_where_the_verdict_says(case, seed):
-    plain, quick = both(case)
-    feedback = a_verdict(plain, seed)
-    plain._follow(feedback)
-
-    pending, side_branches, runner = quick.pending_buffers, quick.side_branch_buffers, quick.model.runner
-    if feedback.moved:
-        rounds.adopt(
-            feedback.round_result, pending, side_branches, [(layer.keys, layer.values) for layer in runner.cache.layers]
-        )
-    said = (
-        feedback.round_result,
-        pending,
-        side_branches,
-        runner.slot_positions,
-        quick.limit,
-        quick.depth,
-        feedback.moved,
-    )
-    rounds.resolve_pending(*said, quick.after)
-    plain.count.zero_()
-    assert_alike(quick, plain)
-    assert_same(runner.slot_positions, plain.model.runner.slot_positions)
-    for got, expected in zip(runner.cache.layers, plain.model.runner.cache.layers, strict=True):
+def test_adopt(case, seed):
+    pair = both(case)
+    feedback = a_result(pair[0], seed)
+    for drafter in pair:
+        drafter.ops.adopt(feedback.result, feedback.moved)
+    assert_alike(*reversed(pair))
+    plain, quick = (drafter.model.runner for drafter in pair)
+    assert_same(quick.slot_positions, plain.slot_positions)
+    for got, expected in zip(quick.cache.layers, plain.cache.layers, strict=True):
         assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
 
-    room = torch.where(feedback.finished, 0, plain.limit - plain.pending.start)
-    empty = plain.pending.length == 0
-    assert_same(quick.after.room, room)
-    assert_same(quick.after.empty, empty)
-    assert_same(quick.after.going, empty & (room > 1))
-    assert_same(quick.after.bound, plain.pending.start + room - 1)
+
+def follows_the_rule(drafter, seed):
+    """Whether `adopt` leaves of each row what `resolve` says, for one verify result."""
+    feedback, round = a_result(drafter, seed), drafter.round
+    drafted = [VerifyResult.unpack([0, 0, 0, 0, *numbers]).drafted for numbers in drafter.drafted().tolist()]
+    drafter.ops.adopt(feedback.result, feedback.moved)
+    for b, numbers in enumerate(feedback.result.packed.T.tolist()):
+        committed, accepted, token, survivor, continuation, finished, length = numbers
+        result = VerifyResult(accepted, token, survivor, continuation, drafted[b], [])
+        expected = result.resolve(committed, bool(finished), round.depth)
+        assert int(round.pending.start[b]) == length
+        assert int(round.pending.length[b]) == expected.pending
+
+
+def followed(in_triton, case, seed):
+    drafter = make_drafter(in_triton, case)
+    # Branch 0 is the pending draft itself, and exists only where rows draft ahead; so nothing is left to chance.
+    follows_the_rule(drafter, seed)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(cases(*EVERY), seeds)
+def test_adopt_in_torch_follows_the_rule(case, seed):
+    followed(False, case, seed)
+
+
+@on_kernels()
+@given(cases(*EVERY), seeds)
+def test_adopt_in_triton_follows_the_rule(case, seed):
+    followed(True, case, seed)
+
+
+def test_a_drafter_that_keeps_a_rejected_draft_is_noticed(monkeypatch):
+    """A planted fault: rejected tokens stay pending."""
+    case = Case(0, 3, 3, 16, 0, "vanilla", 1, 0, 0, 0.0, False, 1.0, False)
+    adopt = TorchDraftOps.adopt
+
+    def keep(self, result, moved):
+        end = self.round.pending.end.clone()
+        adopt(self, result, moved)
+        self.round.pending.end.copy_(torch.maximum(self.round.pending.end, end))
+
+    monkeypatch.setattr(TorchDraftOps, "adopt", keep)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            followed(False, case._replace(seed=seed), seed)
 
 
 @on_kernels()
 @given(cases(*EVERY))
-def test_kernel_send_cuts_a_chain_off_the_line(case):
-    plain, quick = both(case)
-    room, pending = randint(0, case.gamma + 3, (case.rows,)), plain.pending
-    kept = plain._cut(None)
-    plain.sent_length.copy_(torch.minimum(kept, room - 1).clamp(min=0, max=plain.gamma))
-    plain.ahead.copy_(plain.policy.drafts_ahead & (room > plain.sent_length + 1))
-    plain.survived.fill_(False)
-    plain.width.zero_()
-    plain.branch_at.fill_(NONE)
-    plain.point.copy_(pending.start + plain.sent_length)
-    plain.sent_tokens.copy_(pending.tokens(plain.gamma))
-
-    given_ = kept if quick.asks else None
-    epsilon = quick.epsilon if quick.policy.forks else 0.0
-    ahead = quick.policy.drafts_ahead
-    rounds.send(quick.pending_buffers, quick.survived, room, given_, quick.sent, quick.pending.reach, epsilon, ahead)
-    assert_alike(quick, plain)
-
-
-@on_kernels()
-@given(cases(*EVERY), st.integers(1, 3))
-def test_kernel_read_on_gives_the_last_tokens_of_the_line(case, queries):
-    quick = drafter(QuickDrafter, case)
-    quick.pending.end.copy_(randint(1, 20, (case.rows,)))
-    assert_tips(quick._pending_inputs(queries, SHOWN), line_tips(quick, queries))
-
-
-@on_kernels()
-@given(cases("pearl", "specbranch"))
-def test_kernel_open_branches_gives_the_first_token_of_each(case):
-    plain, quick = both(case)
-    plain.side_branches.open(plain.point, forks_of(plain), plain.branch_tokens[:, 1:])
-    for written in (quick.side_branches.point, quick.side_branches.forks, quick.side_branches.tokens[:, :, 0]):
-        written.zero_()
-    before = quick._inputs(1 + quick.side_branches.most, SHOWN)
-    rounds.open_branches(
-        quick.pending_buffers, quick.side_branch_buffers, quick.point, quick.branch_tokens, quick.branch_at,
-        quick.model.positions, quick.model.seen, before,
-    )  # fmt: skip
-    assert_alike(quick, plain)
-    assert torch.equal(quick.side_branches.tokens, plain.side_branches.tokens)
-    assert_tips(before, branch_tips(plain, 0))
+def test_send(case):
+    pair = both(case)
+    room = randint(0, case.gamma + 3, (case.rows,))
+    for drafter in pair:
+        drafter.round.room.copy_(room)
+        drafter.ops.send(None if drafter.ops.cuts_by_confidence else drafter._kept(None))
+    assert_alike(*reversed(pair))
 
 
 @on_kernels()
 @given(cases(*EVERY))
-def test_kernel_tally_counts_what_stands_drafted(case):
+def test_draft_inputs(case):
+    pair = both(case)
+    for drafter in pair:
+        torch.manual_seed(case.seed)
+        drafter.round.pending.end.copy_(randint(2, 20, (case.rows,)))
+    found = [[drafter.ops.draft_inputs(step, SHOWN) for step in (0, 1)] for drafter in pair]
+    for expected, got in zip(*found, strict=True):
+        assert_inputs(got, expected)
+
+
+@on_kernels()
+@given(cases(*EVERY))
+def test_drafted(case):
     plain, quick = both(case)
     assert_same(quick.drafted(), plain.drafted())
 
@@ -511,19 +494,19 @@ def test_kernel_tally_counts_what_stands_drafted(case):
 
 
 def a_text(case, base=0):
-    """A text in the middle of a generation; its desk; and whether each slot is seen, `base` of them before the text."""
+    """A text in the middle of a generation, its buffers, and which slots are seen, `base` of them before the text."""
     torch.manual_seed(case.seed)
-    buffers, rows = OpenDesk(), case.rows
+    buffers, rows = NamedBuffers(), case.rows
     words = randint(0, case.vocabulary - 1, (rows, PROMPT))
     text = Text(buffers, words, CAPACITY, Stopper([], LIMIT), pad_token=0, in_step=False)
     text.ids.copy_(randint(0, case.vocabulary - 1, text.ids.shape))
     text.lengths = randint(PROMPT + 1, LIMIT - 1, (rows,)).tolist()
     text.length.copy_(torch.tensor(text.lengths))
-    text.continuation.copy_(randint(NONE, 2, (rows,)))
+    text.result.continuation.copy_(randint(NONE, 2, (rows,)))
     return text, buffers, padded(rows, base + PROMPT)
 
 
-def a_chain(case, count, leaves):
+def a_draft(case, count, leaves):
     """Few different tokens, so that the target agrees now and then."""
     tokens, length = randint(0, 2, (case.rows, count + 1))[:, :count], randint(0, count, (case.rows,))
     if leaves is None:
@@ -534,7 +517,7 @@ def a_chain(case, count, leaves):
 
 @on_kernels(examples=15)
 @given(cases("specbranch"), st.integers(0, 4), st.sampled_from([None, 0, 3]), st.integers(0, 3))
-def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base):
+def test_target_inputs(case, count, leaves, base):
     read = []
 
     def forward(*inputs):
@@ -542,11 +525,13 @@ def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base
         return Step(torch.zeros((*inputs[0].shape, case.vocabulary)))
 
     runner = small_runner(case.vocabulary)
-    for kind in (Target, QuickTarget):
+    for in_triton in (False, True):
         text, buffers, seen = a_text(case, base)
         first = base - seen.sum(1)
-        target = kind(buffers, runner, text, None, seen, first, CAPACITY, {}, (), SpecBranchStats())
-        target._pass(a_chain(case, count, leaves), SHOWN, forward)
+        target = Target(
+            buffers, runner, text, None, seen, first, CAPACITY, {}, (), SpecBranchStats(), in_triton=in_triton
+        )
+        target._pass(a_draft(case, count, leaves), SHOWN, forward)
     for expected, got in zip(*read, strict=True):
         assert torch.equal(got, expected)
 
@@ -556,35 +541,36 @@ def test_kernel_with_chain_gives_what_the_target_reads(case, count, leaves, base
     cases("specbranch", penalty=st.sampled_from([1.0, 1.3])), st.integers(0, 4), st.sampled_from([None, 1, 4]),
     st.integers(1, 5), st.booleans(),
 )  # fmt: skip
-def test_kernel_verdict_is_that_of_the_judge(case, count, leaves, branches, follows):
+def test_verify(case, count, leaves, branches, follows):
     found = []
-    for kind in (Verifier, QuickJudge):
+    for in_triton in (False, True):
         text, buffers, _ = a_text(case)
-        draft_tokens, queries = a_chain(case, count, leaves), count + 1 + (leaves or 0)
+        draft_tokens, queries = a_draft(case, count, leaves), count + 1 + (leaves or 0)
         at = randint(NONE, draft_tokens.length[:, None], (case.rows, branches))
         following = randint(0, 2, at.shape) if follows else None
-        options = Branches(randint(0, 2, at.shape), at, None, following)
+        options = BranchStarts(randint(0, 2, at.shape), at, None, following)
         logits = torch.randn((case.rows, queries, case.vocabulary), device=DEVICE)
         logits.scatter_(2, randint(0, 2, (case.rows, queries, 1)), 9.0)
         drafted, verify_result = (
             randint(0, 9, (case.rows, 6)),
-            torch.zeros((case.rows, 10 + count)).to(logits.device).long(),
+            torch.zeros((case.rows, RESULT_NUMBERS + count)).to(logits.device).long(),
         )
         before = list(text.lengths)
         penalty = [RepetitionPenaltyLogitsProcessor(case.penalty)] if case.penalty != 1 else []
-        verifier = kind(buffers, text, penalty, case.vocabulary, False, None)
-        where = verifier._decide(logits, draft_tokens, options, drafted, verify_result)
-        if kind is Verifier:
-            text.commit([VerifyResult.of(numbers) for numbers in verify_result.tolist()])
+        verifier = Verifier(buffers, text, penalty, case.vocabulary, False, None, in_triton=in_triton)
+        verify = verifier._verify_in_triton if in_triton else verifier._verify_in_torch
+        where = verify(logits, draft_tokens, options, drafted, verify_result)
+        if not in_triton:
+            text.commit([VerifyResult.unpack(numbers) for numbers in verify_result.tolist()])
             lengths = list(text.lengths)
         written = [text.ids[b, :length] for b, length in enumerate(lengths)]
-        found.append((where, verify_result, text.round_result, before, *written))
+        found.append((where, verify_result, text.result.packed, before, *written))
     for expected, got in zip(*found, strict=True):
         assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
 
 
 def some_drawn(rows, count, vocabulary, has_branch):
-    """A chain drawn from its distributions, and a main branch behind it in some rows."""
+    """A draft drawn from its distributions, and a main branch after it in some rows."""
     scores, at_point = distributions((rows, count, vocabulary)), distributions((rows, vocabulary))
     tokens, length = scores.flatten(0, 1).multinomial(1).view(rows, count), randint(0, count, (rows,))
     branches = torch.cat([at_point.multinomial(1), randint(0, vocabulary - 1, (rows, 2))], dim=1)
@@ -619,7 +605,7 @@ def chosen(scores, noise, drawn):
 
 @on_kernels()
 @given(seeds, st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.sampled_from([5, 40]), st.integers(0, 2))
-def test_kernel_draws_takes_drafted_tokens_or_one_from_what_is_left(seed, rows, count, leaves, vocabulary, kind):
+def test_drawn_choices(seed, rows, count, leaves, vocabulary, kind):
     torch.manual_seed(seed)
     scores = 2 * torch.randn((rows, count + 1 + leaves, vocabulary), device=DEVICE)
     scores = scores.masked_fill(torch.rand_like(scores) < 0.3, -torch.inf)
@@ -632,9 +618,9 @@ def test_kernel_draws_takes_drafted_tokens_or_one_from_what_is_left(seed, rows, 
 
 @on_kernels(examples=5)
 @given(cases("specbranch"))
-def test_kernel_verdict_reports_that_nothing_can_be_drawn(case):
+def test_verify_reports_that_nothing_can_be_drawn(case):
     text, _, _ = a_text(case)
-    draft_tokens, before = a_chain(case, 2, None), list(text.lengths)
+    draft_tokens, before = a_draft(case, 2, None), list(text.lengths)
     none = torch.full((case.rows, 1), NONE, device=DEVICE)
     drafted, verify_result = (
         randint(0, 9, (case.rows, 6)),
@@ -651,19 +637,19 @@ def test_kernel_verdict_reports_that_nothing_can_be_drawn(case):
         None,
         drafted,
         text.ids,
-        text.round_result,
+        text.result.packed,
         limit,
         verify_result,
         where,
     )
     assert verify_result[:, 1].tolist() == [NO_TOKEN] * case.rows
-    assert text.round_result[2].tolist() == [0] * case.rows  # tokens that are read must exist
+    assert text.result.token.tolist() == [0] * case.rows  # tokens that are read must exist
     assert [int(text.ids[b, length]) for b, length in enumerate(before)] == [0] * case.rows
 
 
 @on_kernels(examples=1)
 @given(seeds)
-def test_kernel_draws_gives_the_verdicts_of_speculative_sampling_as_often(seed):
+def test_drawn_choices_are_speculative_sampling(seed):
     torch.manual_seed(seed)
     rows, count, vocabulary = 1500, 2, 5
     one = some_drawn(1, count, vocabulary, has_branch=True)
@@ -693,19 +679,19 @@ def test_kernel_draws_gives_the_verdicts_of_speculative_sampling_as_often(seed):
 
 @on_kernels(examples=6)
 @given(cases(*EVERY, gamma=st.integers(2, 3), penalty=st.sampled_from([1.0, 1.3]), draws=st.booleans()), seeds)
-def test_kernels_of_two_rounds_leave_behind_what_the_drafter_leaves(case, seed):
-    if case.draws:  # one draw a step: siblings are drawn together with the line, or after it
+def test_two_rounds(case, seed):
+    if case.draws:  # one draw per step: side branches are drawn with the pending draft, or after it
         case = case._replace(width=1, rejection_branches=0)
     plain, quick = both(case)
     for nth in range(2):
-        feedback = a_verdict(plain, seed + nth)
-        for made in (plain, quick):
-            made._draft(feedback, begins=made.policy.drafts_first, shown=SHOWN)
-            if made.policy.drafts_ahead:
-                made._branch(SHOWN)
+        feedback = a_result(plain, seed + nth)
+        for drafter in (plain, quick):
+            drafter._propose(feedback, is_new=drafter.policy.drafts_first, shown=SHOWN)
+            if drafter.policy.drafts_ahead:
+                drafter._branch(SHOWN)
         assert_alike(quick, plain)
         assert_same(quick.drafted(), plain.drafted())
-        read = torch.arange(SHOWN, device=DEVICE) < plain.pending.fed[:, None]  # [B, slots] the line's own
+        read = torch.arange(SHOWN, device=DEVICE) < plain.round.pending.cached[:, None]  # [B, slots]
         for got, expected in zip(quick.model.runner.cache.layers, plain.model.runner.cache.layers, strict=True):
             for name in ("keys", "values"):
                 one, other = (getattr(layer, name)[:, :, :SHOWN].transpose(1, 2)[read] for layer in (got, expected))
@@ -714,13 +700,14 @@ def test_kernels_of_two_rounds_leave_behind_what_the_drafter_leaves(case, seed):
 
 @pytest.fixture
 def parts_used(monkeypatch):
-    """The kinds of target, drafter and judge of each generation."""
+    """Whether target, drafter and verifier of each generation work in Triton."""
     kinds = []
     with_drafter = Assembly.with_drafter
 
     def observer(self, plan, parts):
         made = with_drafter(self, plan, parts)
-        kinds.append((type(made.target), type(made.drafter), type(made.verifier)))
+        drafts = isinstance(made.drafter, NoDraft) or isinstance(made.drafter.ops, TritonDraftOps)
+        kinds.append((made.target.in_triton, drafts, made.verifier.in_triton))
         return made
 
     monkeypatch.setattr(Assembly, "with_drafter", observer)
@@ -754,7 +741,7 @@ PLANS = {
 
 
 def assert_same_as_without(model, plain, draft, kwargs, plan, monkeypatch):
-    """Tokens as plain `generate()` gives them, counts as stages give them that ask the device."""
+    """Tokens equal plain `generate()`; counts equal those of the eager runtime."""
     out, stats = generate(model, draft, kwargs, config(**plan), monkeypatch)
     expected = model.generate(**kwargs, assistant_model=draft, specbranch=config(**plan, runtime="eager"))
     assert torch.equal(out, expected) and torch.equal(out, plain.generate(**kwargs))
@@ -766,18 +753,17 @@ def assert_same_as_without(model, plain, draft, kwargs, plan, monkeypatch):
 @where_kernels_run
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", PLANS)
-def test_generations_are_those_of_plain_generate_and_of_stages_that_ask(policy, rows, target, parts_used, monkeypatch):
+def test_generations_equal_plain_and_eager(policy, rows, target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows)
     assert_same_as_without(attached(plain), plain, draft, kwargs, {"policy": policy, **PLANS[policy]}, monkeypatch)
-    drafts = NoDrafter if policy == "autoregressive" else QuickDrafter
-    assert parts_used[0] == (QuickTarget, drafts, QuickJudge)
+    assert parts_used[0] == (True, True, True)
 
 
 @where_kernels_run
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["vanilla", "specbranch"])
 def test_generations_end_where_plain_generate_ends(policy, rows, target, monkeypatch):
-    """Also in the middle of what a verdict allows, and one row before the other."""
+    """Also in the middle of a verify result, and one row before the other."""
     plain, draft, kwargs = pair_and_prompt(target, rows)
     text = plain.generate(**kwargs)[0, kwargs["input_ids"].shape[1] :].tolist()
     for last in text[6:8]:
@@ -787,7 +773,7 @@ def test_generations_end_where_plain_generate_ends(policy, rows, target, monkeyp
 
 @where_kernels_run
 @pytest.mark.parametrize(("policy", "most"), [("autoregressive", 1), ("vanilla", 5)])
-def test_a_round_begun_behind_the_end_counts_nowhere(policy, most, target, monkeypatch):
+def test_a_round_started_after_the_end_counts_nowhere(policy, most, target, monkeypatch):
     """Wherever the text ends, and however much more of it was allowed."""
     plain, draft, kwargs = pair_and_prompt(target, rows=1)
     text = plain.generate(**kwargs)[0, kwargs["input_ids"].shape[1] :].tolist()
@@ -799,15 +785,15 @@ def test_a_round_begun_behind_the_end_counts_nowhere(policy, most, target, monke
 
 @where_kernels_run
 @pytest.mark.parametrize("policy", ["vanilla", pytest.param("specbranch", marks=pytest.mark.slow)])
-def test_generations_with_processors_take_the_kernels(policy, target, parts_used, monkeypatch):
+def test_generations_with_processors(policy, target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1, repetition_penalty=1.3)
     assert_same_as_without(attached(plain), plain, draft, kwargs, {"policy": policy, **PLANS[policy]}, monkeypatch)
-    assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
+    assert parts_used[0] == (True, True, True)
 
 
 @where_kernels_run
 @pytest.mark.slow
-def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, monkeypatch):
+def test_drawn_texts_are_repeatable(target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1, do_sample=True, temperature=1.2, max_new_tokens=8)
     plan = config(**PLANS["specbranch"], draft_sampling="sample")
     texts = []
@@ -815,11 +801,11 @@ def test_drawn_texts_take_the_kernels_and_are_repeatable(target, parts_used, mon
         torch.manual_seed(seed)
         texts.append(generate(attached(plain), draft, kwargs, plan, monkeypatch)[0])
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
-    assert parts_used[0] == (QuickTarget, QuickDrafter, QuickJudge)
+    assert parts_used[0] == (True, True, True)
 
 
-class RehearsingDesk(Buffers):
-    """Rehearses every stage each time, if the stage says that it can be."""
+class DryRunBuffers(Buffers):
+    """Takes a dry run of every stage each time, if the stage allows that."""
 
     in_parallel, met = 0, set()
 
@@ -832,14 +818,14 @@ class RehearsingDesk(Buffers):
         stage()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU stages are rehearsed in test_gpu.py")
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU dry runs are tested in test_gpu.py")
 @pytest.mark.parametrize("policy", PLANS)
-def test_a_rehearsal_leaves_no_trace(policy, target, monkeypatch):
+def test_a_dry_run_leaves_no_trace(policy, target, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1)
     forward, inside = EagerRunner.forward_uncaptured, []
 
     def by_kernels_alone(self, tokens, *inputs, **extra):
-        """In a rehearsal a pass in kernels writes nothing and returns what was in memory."""
+        """In a dry run a pass in kernels writes nothing and returns what was in memory."""
         if not is_dry_run():
             return forward(self, tokens, *inputs, **extra)
         assert 0 <= tokens.min() and tokens.max() < self.model.config.vocab_size
@@ -848,16 +834,16 @@ def test_a_rehearsal_leaves_no_trace(policy, target, monkeypatch):
 
     monkeypatch.setattr(EagerRunner, "forward_uncaptured", by_kernels_alone)
     plan = config(policy, **PLANS[policy])
-    out, _ = generate(attached(plain), draft, kwargs, plan, monkeypatch, RehearsingDesk)
+    out, _ = generate(attached(plain), draft, kwargs, plan, monkeypatch, DryRunBuffers)
     assert torch.equal(out, plain.generate(**kwargs)) and inside
-    assert RehearsingDesk.in_parallel > 10 and len(RehearsingDesk.met) >= 2
+    assert DryRunBuffers.in_parallel > 10 and len(DryRunBuffers.met) >= 2
 
 
 @where_kernels_run
-def test_without_kernels_the_bookkeeping_is_done_in_torch(target, parts_used, monkeypatch):
+def test_without_kernels_operations_run_in_torch(target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1)
     out, _ = generate(attached(plain), draft, kwargs, config(kernels=False), monkeypatch)
-    assert torch.equal(out, plain.generate(**kwargs)) and parts_used == [(Target, Drafter, Verifier)]
+    assert torch.equal(out, plain.generate(**kwargs)) and parts_used == [(False, False, False)]
 
 
 # ---- where they are used, and that they can be built
@@ -888,18 +874,18 @@ def names(*hooks):
 @pytest.mark.parametrize(
     "hooks", [OURS, OURS[1:], [Half(), *OURS], [LengthHeadHook(len), *OURS]], ids=lambda all: names(*all)
 )
-def test_kernels_know_our_own_rules_beside_hooks_that_cut_lines(hooks):
-    assert is_plain(POLICIES["specbranch"], 4, HookList(hooks))
+def test_kernels_know_our_rules_and_allow_hooks_that_cut(hooks):
+    assert kernels_know(POLICIES["specbranch"], 4, HookList(hooks))
 
 
 @pytest.mark.parametrize("hook", [Stops(), Forks(), SureStop(0.2), ConfidenceStop(0.2)], ids=names)
-def test_kernels_leave_hooks_that_stop_or_fork_to_torch(hook):
-    assert not is_plain(POLICIES["specbranch"], 4, HookList([hook, *OURS]))
+def test_kernels_leave_other_stop_and_fork_hooks_to_torch(hook):
+    assert not kernels_know(POLICIES["specbranch"], 4, HookList([hook, *OURS]))
 
 
 def test_kernels_leave_branches_of_one_token_to_torch():
-    assert not is_plain(POLICIES["pearl"], 1, HookList(OURS))
-    assert is_plain(POLICIES["pearl"], 2, HookList(OURS)) and is_plain(POLICIES["vanilla"], 1, HookList(OURS))
+    assert not kernels_know(POLICIES["pearl"], 1, HookList(OURS))
+    assert kernels_know(POLICIES["pearl"], 2, HookList(OURS)) and kernels_know(POLICIES["vanilla"], 1, HookList(OURS))
 
 
 TYPES = {
@@ -931,7 +917,7 @@ class Builder:
         self.built.add(self.kernel.__name__)
 
 
-class Deaf(QuickDrafter):
+class WithoutModel(Drafter):
     """A drafter that runs no model."""
 
     def _forward(self, inputs):
@@ -940,29 +926,33 @@ class Deaf(QuickDrafter):
 
 
 def build_the_drafters(case):
-    made = drafter(Deaf, case, torch.bfloat16)
-    acceptance = a_verdict(made, seed=0)
-    for moved in (False, True) if made.side_branches.most else (False,):
-        made._draft(acceptance._replace(moved=moved), begins=True, shown=SHOWN)
-    if made.policy.drafts_ahead:
-        made._branch(SHOWN)
-    made.drafted()
+    drafter = make_drafter(True, case, torch.bfloat16, WithoutModel)
+    feedback = a_result(drafter, seed=0)
+    for moved in (False, True) if drafter.round.side.most else (False,):
+        drafter._propose(feedback._replace(moved=moved), is_new=True, shown=SHOWN)
+    if drafter.policy.drafts_ahead:
+        drafter._branch(SHOWN)
+    drafter.drafted()
 
 
 def build_the_targets(case, leaves):
     text, buffers, seen = a_text(case)
-    draft_tokens, count, runner = a_chain(case, 3, leaves), 4 + (leaves or 0), small_runner(case.vocabulary)
-    target = QuickTarget(buffers, runner, text, None, seen, -seen.sum(1), CAPACITY, {}, (), SpecBranchStats())
+    draft_tokens, count, runner = a_draft(case, 3, leaves), 4 + (leaves or 0), small_runner(case.vocabulary)
+    target = Target(
+        buffers, runner, text, None, seen, -seen.sum(1), CAPACITY, {}, (), SpecBranchStats(), in_triton=True
+    )
     logits = torch.zeros((case.rows, count, case.vocabulary), device=DEVICE)
     target._pass(draft_tokens, SHOWN, lambda *inputs: Step(logits))
-    verifier = QuickJudge(buffers, text, [], case.vocabulary, False, None)
+    verifier = Verifier(buffers, text, [], case.vocabulary, False, None, in_triton=True)
     rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), None)
     for has_branch in (False, True):
         drawn = some_drawn(case.rows, 3, case.vocabulary, has_branch)
         rounds.drawn_choices(logits, torch.zeros((case.rows, count, case.vocabulary + 1)), drawn)
     options, drafted, verify_result = (torch.zeros((case.rows, n), dtype=torch.long, device=DEVICE) for n in (4, 6, 13))
     for following in (None, options):
-        verifier._decide(logits, draft_tokens, Branches(options, options, None, following), drafted, verify_result)
+        verifier._verify_in_triton(
+            logits, draft_tokens, BranchStarts(options, options, None, following), drafted, verify_result
+        )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
@@ -990,7 +980,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are no kernels under the interpreter")
-def test_what_is_built_aside_is_what_the_first_rounds_launch():
+def test_background_build_covers_the_first_rounds():
     pytest.importorskip("triton")
     with recorded_dry_run() as aside:
         _kernels_of_every_model(torch.device(DEVICE))
@@ -999,23 +989,24 @@ def test_what_is_built_aside_is_what_the_first_rounds_launch():
         epsilon=0.4, cuts=False, penalty=1.0, draws=False,
     )  # fmt: skip
     text, buffers, seen = a_text(case)
-    verifier = QuickJudge(buffers, text, [], case.vocabulary, False, None)
+    verifier = Verifier(buffers, text, [], case.vocabulary, False, None, in_triton=True)
     draft_tokens, branches = verifier.nothing
-    target = QuickTarget(
-        buffers, small_runner(case.vocabulary), text, None, seen, -seen.sum(1), SMALLEST, {}, (), SpecBranchStats()
-    )
+    target = Target(
+        buffers, small_runner(case.vocabulary), text, None, seen, -seen.sum(1), SMALLEST, {}, (), SpecBranchStats(),
+        in_triton=True,
+    )  # fmt: skip
     logits = torch.zeros((1, 1, case.vocabulary), device=DEVICE)
     drafted, verify_result = (torch.zeros((1, n), dtype=torch.long, device=DEVICE) for n in (6, 10))
     with recorded_dry_run() as rounds_begin:
         target._pass(draft_tokens, SMALLEST, lambda *_: Step(logits))
-        verifier._decide(logits, draft_tokens, branches, drafted, verify_result)
+        verifier._verify_in_triton(logits, draft_tokens, branches, drafted, verify_result)
     built, needed = aside.specializations, rounds_begin.specializations
     assert len(built) == 4 and len(needed) == 2 and needed <= built
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this test starts the interpreter")
-def test_kernels_of_a_round_under_the_interpreter():
+def test_operations_under_the_interpreter():
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
