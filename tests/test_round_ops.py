@@ -681,7 +681,8 @@ def test_drawn_choices_are_speculative_sampling(seed):
 @given(cases(*EVERY, gamma=st.integers(2, 3), penalty=st.sampled_from([1.0, 1.3]), draws=st.booleans()), seeds)
 def test_two_rounds(case, seed):
     if case.draws:  # one draw per step: side branches are drawn with the pending draft, or after it
-        case = case._replace(width=1, rejection_branches=0)
+        # A draft with fewer tokens takes fewer random numbers per draw in Triton.
+        case = case._replace(width=1, rejection_branches=0, own=max(0, case.own))
     plain, quick = both(case)
     for nth in range(2):
         feedback = a_result(plain, seed + nth)
