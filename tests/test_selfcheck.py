@@ -1,4 +1,4 @@
-"""A whole pass through the kernels is compared with the model's own, and kernels that are wrong are left out."""
+"""A whole pass through the kernels is compared with the model's own, and wrong kernels are refused."""
 
 import logging
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ SHAPE = dict(vocab_size=64, intermediate_size=64, num_attention_heads=4, num_key
 
 @pytest.fixture(autouse=True)
 def plain_products():
-    """Without the library that sets itself up for every one of them, which takes longer than these products."""
+    """Disable mkldnn: its set-up per product takes longer than these products."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
 
 def deep(dtype, layers=32):
-    """A model of many layers."""
+    """Return a model of many layers."""
     torch.manual_seed(0)
     config = tf.GraniteConfig(
         **SHAPE, hidden_size=32, num_hidden_layers=layers, initializer_range=0.2, logits_scaling=8.0,
@@ -39,13 +39,13 @@ def deep(dtype, layers=32):
 
 
 def wide(dtype):
-    """A model with LayerNorm, whose inputs have a mean that is small beside their spread."""
+    """Return a model with LayerNorm, whose inputs have a mean that is small relative to their spread."""
     torch.manual_seed(0)
     config = tf.Cohere2Config(**{**SHAPE, "intermediate_size": 16}, hidden_size=4096, head_dim=8, num_hidden_layers=2)
     return tf.Cohere2ForCausalLM(config).to(DEVICE, dtype).eval()
 
 
-def chosen(model):
+def layers_of(model):
     return cuda_graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
 
 
@@ -54,7 +54,7 @@ def chosen(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_correct_kernels_pass(family, dtype, caplog):
     caplog.set_level(logging.WARNING, "hf_specbranch")
-    assert chosen(make(family).to(DEVICE, dtype)) == "fused"
+    assert layers_of(make(family).to(DEVICE, dtype)) == "fused"
     assert not [record for record in caplog.records if record.name.startswith("hf_specbranch")]
 
 
@@ -70,7 +70,7 @@ def changed(module, change):
 
 @contextmanager
 def swapped(first, second):
-    """Two layers in the wrong order."""
+    """Run two layers in the wrong order."""
     kept = first.__dict__.pop("forward", first.forward), second.__dict__.pop("forward", second.forward)
     second.forward, first.forward = kept  # in each other's place
     try:
@@ -94,7 +94,7 @@ FAULTS = {
 
 
 def plant(fault, monkeypatch):
-    """In the passes through the kernels, not in the model's own."""
+    """Plant a fault in the passes through the kernels, not in the model's own."""
 
     @contextmanager
     def faulty(model):
@@ -113,35 +113,35 @@ def test_planted_faults_are_found(fault, dtype, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "hf_specbranch")
     model = deep(dtype)
     plant(FAULTS[fault], monkeypatch)
-    assert chosen(model) == chosen(model) == "plain"
+    assert layers_of(model) == layers_of(model) == "plain"
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "GraniteForCausalLM runs without our GPU kernels"
     ]
 
 
-def test_kernels_that_raise_are_left_out(monkeypatch, caplog):
+def test_kernels_that_raise_are_refused(monkeypatch, caplog):
     def fail(args, out):
         raise RuntimeError("out of shared memory")
 
     plant(lambda model: changed(model.model.layers[3], fail), monkeypatch)
-    assert chosen(deep(torch.float32, layers=4)) == "plain"
+    assert layers_of(deep(torch.float32, layers=4)) == "plain"
     assert "out of shared memory" in caplog.text
 
 
-def test_a_model_is_checked_again_when_its_weights_have_moved(monkeypatch):
+def test_moved_weights_are_checked_again(monkeypatch):
     model = deep(torch.float32, layers=2)
-    assert chosen(model) == "fused"
+    assert layers_of(model) == "fused"
     plant(FAULTS["logits not scaled"], monkeypatch)
-    assert chosen(model) == "fused"
+    assert layers_of(model) == "fused"
     model.to(HALF)
-    assert chosen(model) == "plain"
+    assert layers_of(model) == "plain"
 
 
-def test_the_check_leaves_no_trace():
+def test_check_has_no_side_effects():
     model = deep(HALF, layers=2)
     fuse(model)
     before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    chosen(model)
+    layers_of(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
@@ -150,25 +150,25 @@ def test_the_check_leaves_no_trace():
 def forms(model):
     fuse(model)
     with fused(model):
-        stand_ins = [vars(module).get("forward") for module in model.modules()]
-    return [stand_in.form for stand_in in stand_ins if isinstance(stand_in, NormForward)]
+        replacements = [vars(module).get("forward") for module in model.modules()]
+    return [replacement.form for replacement in replacements if isinstance(replacement, NormForward)]
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_is_not_taken_for_rms_norm(dtype):
-    """Where the mean of what it reads is below the rounding of bfloat16."""
+def test_layer_norm_is_recognised(dtype):
+    """Also where the mean of its input is below the rounding of bfloat16."""
     assert forms(wide(dtype)) == [LAYER_NORM] * 3
 
 
 @pytest.mark.slow
-def test_rms_norm_in_place_of_layer_norm_is_found(monkeypatch):
+def test_rms_norm_for_layer_norm_is_found(monkeypatch):
     @contextmanager
     def without_means(model):
         for module in model.modules():
-            if isinstance(stand_in := vars(module).get("forward"), NormForward):
-                stand_in.form = WIDE
+            if isinstance(replacement := vars(module).get("forward"), NormForward):
+                replacement.form = WIDE
         yield
 
     plant(without_means, monkeypatch)
-    assert chosen(wide(HALF)) == "plain"
+    assert layers_of(wide(HALF)) == "plain"

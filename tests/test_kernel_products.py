@@ -1,0 +1,259 @@
+"""Norms and small products: kernels equal their references, references equal transformers, plans are autotuned.
+
+Kernels run on a GPU, or on the CPU under Triton's interpreter, which one test here starts.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama import modeling_llama as llama
+
+from hf_specbranch.kernels import autotune
+from hf_specbranch.kernels.angles import angles
+from hf_specbranch.kernels.attention import attend
+from hf_specbranch.kernels.autotune import PlanCache, read_plans
+from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
+from hf_specbranch.kernels.linear import BLOCK, PLANS, Partials, Plan, fits, linear, linear_reference, linear_split_k
+from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
+from hf_specbranch.kernels.rotary import Slots, rotary
+
+from .families import make
+from .kernels import DEVICE, DTYPES, assert_close, dtypes, on_kernels, partials_and_sum, randn, seeds
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from(FORMS), st.booleans())
+@example(torch.float16, 0, 20, 700, PLAIN, True)  # many rows, and long ones: other numbers of warps
+@example(torch.float16, 0, 1, 4608, PLAIN, True)
+def test_kernel_norm(dtype, seed, rows, columns, form, added):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, 2, columns, dtype=dtype), randn(columns, dtype=dtype)
+    residual = randn(rows, 2, columns, dtype=dtype) if added else None
+    got, expected = (norm(x, weight, 1e-6, residual, form) for norm in (rms_norm, rms_norm_reference))
+    assert_close(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 1500), st.sampled_from(["silu", "gelu_tanh"]))
+def test_kernel_gated(dtype, seed, rows, size, activation):
+    torch.manual_seed(seed)
+    gate_up = 3 * randn(rows, 2 * size, dtype=dtype)
+    assert_close(gated(gate_up, activation), gated_reference(gate_up, activation))
+
+
+@on_kernels
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([128, 640]),
+       st.booleans(), st.sampled_from(["silu", "gelu_tanh"]), st.sampled_from([3, 4, 6]))  # fmt: skip
+@example(torch.float16, 0, 20, 70, 256, True, "silu", 3)
+@example(torch.float16, 1, 3, 64, 128, False, "gelu_tanh", 4)
+def test_kernel_gated_product(dtype, seed, rows, size, depth, biased, activation, stages):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, depth, dtype=dtype), 3 * randn(2 * size, depth, dtype=dtype) / depth**0.5
+    bias = randn(2 * size, dtype=dtype) if biased else None
+    expected = gated_reference(linear_reference(x, weight, bias), activation)
+    assert fits(x, weight, bias, Plan(1, stages))
+    assert_close(gated_product(x, weight, bias, activation, Plan(1, stages)), expected)
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 5), st.integers(1, 300), st.sampled_from([2, 4]), st.sampled_from(FORMS))
+def test_kernel_norm_sums_partials(dtype, seed, rows, columns, splits, form):
+    torch.manual_seed(seed)
+    (partials, total), residual = (
+        partials_and_sum((rows, 2, columns), splits, dtype),
+        randn(rows, 2, columns, dtype=dtype),
+    )
+    weight = randn(columns, dtype=dtype)
+    for got, expected in zip(
+        rms_norm(partials, weight, 1e-6, residual, form), rms_norm(total, weight, 1e-6, residual, form)
+    ):
+        assert torch.equal(got, expected)
+    wide = weight.float()  # norms that were left in float32 read the sum
+    for got, expected in zip(
+        rms_norm(partials, wide, 1e-6, residual, form), rms_norm_reference(total, wide, 1e-6, residual, form)
+    ):
+        assert_close(got, expected)
+
+
+@on_kernels
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([1024, 1536]),
+       st.booleans(), st.sampled_from(PLANS))  # fmt: skip
+def test_kernel_linear(dtype, seed, rows, columns, depth, biased, plan):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype) / depth**0.5
+    bias = randn(columns, dtype=dtype) if biased else None
+    assert fits(x, weight, bias, plan)
+    product, expected = linear_split_k(x, weight, bias, plan), linear_reference(x, weight, bias)
+    if plan.splits > 1:
+        assert isinstance(product, Partials) and product.shape == expected.shape and product.dtype == dtype
+        product = product.sum()
+    assert_close(product, expected)
+    if plan.splits == 1:
+        assert torch.equal(linear(x, weight, bias, plan), product)
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """What kernels allocate meanwhile lies between guards; this looks at them."""
+    held, new_empty = [], torch.Tensor.new_empty
+
+    def empty(like, shape, dtype=None, device=None):
+        if device is not None:  # the interpreter's own
+            return new_empty(like, shape, dtype=dtype, device=device)
+        size = math.prod(shape)
+        arena = torch.full((size + 2 * 512,), 77, dtype=dtype or like.dtype, device=like.device)
+        held.append((arena, size))
+        return arena[512 : 512 + size].view(shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
+    monkeypatch.setattr(torch, "empty_like", lambda like: empty(like, like.shape))
+
+    def intact():
+        return bool(held) and all(
+            (arena[:512] == 77).all() and (arena[512 + size :] == 77).all() for arena, size in held
+        )
+
+    return intact
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@pytest.mark.parametrize("queries", [1, 8, 9, 17])
+def test_kernel_writes_stay_inside_their_tensors(guards, queries):
+    dtype = torch.float16
+    x = randn(queries, 1024, dtype=dtype)
+    rms_norm(x[:, :100], randn(100, dtype=dtype), 1e-6, x[:, :100])
+    gated(x[:, :74], "silu")
+    for plan in PLANS:
+        linear_split_k(x, randn(70, 1024, dtype=dtype), None, plan)
+        gated_product(x, randn(70, 1024, dtype=dtype), None, "silu", plan)
+    arena = torch.full((2, 1 + 2 * 33 + 1, 2, 64), 77.0, dtype=dtype, device=DEVICE)  # keys and values between guards
+    query, key = randn(1, 4, queries, 64, dtype=dtype), randn(1, 2, queries, 64, dtype=dtype)
+    cache = [whole[1:-1].reshape(1, 2, 66, 64) for whole in arena]
+    places = torch.randperm(66, device=DEVICE)[None, :queries]
+    angles(torch.arange(queries, device=DEVICE)[None], torch.rand(24, device=DEVICE), 1.0, dtype)
+    turned, _ = rotary(query, key, key, key[:, 0], key[:, 1], None, Slots(*cache, places))
+    assert (arena[:, 0] == 77).all() and (arena[:, -1] == 77).all()
+    for written in cache:
+        assert (written != 77).any(-1).sum() == 2 * queries
+    attend(turned, *cache, torch.rand((1, 1, queries, 66), device=DEVICE) > 0.5, 0.1)
+    assert guards()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this test starts the interpreter")
+def test_kernels_equal_references_under_the_interpreter():
+    pytest.importorskip("triton")
+    names = ("test_kernel_products.py", "test_kernel_attention.py", "test_layer_replacement.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
+    selected = "test_kernel_ or (test_fused_model_sums_partials and (llama or phi3))"
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files, "-k", selected]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert ran.stdout.startswith("...........")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "module, form", [(llama.LlamaRMSNorm, PLAIN), (gemma2.Gemma2RMSNorm, GEMMA), (gpt_oss.GptOssRMSNorm, WIDE)]
+)
+def test_norm_equals_transformers(module, form, dtype):
+    norm = module(48, eps=1e-5).to(dtype)
+    nn.init.normal_(norm.weight)
+    x, residual = torch.randn(2, 5, 48, dtype=dtype), torch.randn(2, 5, 48, dtype=dtype)
+    assert torch.equal(rms_norm_reference(x, norm.weight, 1e-5, form=form)[0], norm(x))
+    out, total = rms_norm_reference(x, norm.weight, 1e-5, residual, form)
+    assert torch.equal(total, residual + x) and torch.equal(out, norm(residual + x))
+
+
+@pytest.mark.parametrize("family, name", [("llama", "silu"), ("gemma", "gelu_tanh")])
+def test_gated_activation_equals_transformers(family, name):
+    mlp = make(family).to(torch.bfloat16).model.layers[0].mlp
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert recognise(mlp.act_fn) == name
+    both = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1)
+    assert torch.equal(mlp.down_proj(gated_reference(both, name)), mlp(x))
+
+
+def test_other_activations_are_not_recognised():
+    assert recognise(nn.ReLU()) is None and recognise(nn.GELU()) is None
+
+
+def test_plans_are_kept_on_disk_and_broken_files_ignored(tmp_path):
+    names = [f"gpu|torch|triton|{name}" for name in "abcd"]
+    shipped = tmp_path / "shipped.json"
+    shipped.write_text('{"gpu|c": [2, 3]}')
+
+    def cache(most=4096):
+        return PlanCache(tmp_path / "new" / "products.json", shipped, most)
+
+    cache().store(names[0], PLANS[0])
+    cache().store(names[1], None)
+    known = [(True, PLANS[0]), (True, None), (True, Plan(2, 3)), (False, None)]
+    one_in_memory = cache(most=1)
+    for _ in range(2):
+        assert [cache().find(name) for name in names] == [one_in_memory.find(name) for name in names] == known
+    for broken in ("{", '{"a": [64, 128, 2, 4, 6]}'):  # the second: from an older version
+        cache().file.write_text(broken)
+        assert cache().find(names[0]) == (False, None)
+        assert one_in_memory.find(names[2])[0] and not one_in_memory.find(names[0])[0]  # it kept the last alone
+    assert autotune.autotune([torch.randn(8, 8)], 1, "whole") is None
+
+
+def test_shipped_plans_fit():
+    assert autotune.plans.shipped
+    for name, plan in autotune.plans.shipped.items():
+        gpu, dtype, rows, shape, kind = name.split("|")
+        columns, depth = map(int, shape.split("x"))
+        assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0
+        assert kind in get_args(autotune.Kind)
+        assert plan is None or (plan in PLANS and depth % BLOCK == 0 and depth // BLOCK >= plan.splits)
+        assert plan is None or kind == "split-k" or plan.splits == 1
+
+
+@pytest.fixture
+def no_plans(tmp_path, monkeypatch):
+    """No product was autotuned yet."""
+    monkeypatch.setattr(autotune, "plans", cache := PlanCache(tmp_path / "products.json", tmp_path / "no.json"))
+    return cache
+
+
+@pytest.mark.gpu
+def test_product_is_autotuned_once(no_plans, monkeypatch):
+    weights = [torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
+    plan = autotune.autotune(weights, 9, "split-k")
+    assert list(read_plans(no_plans.file).values()) == [plan]
+    monkeypatch.setattr(autotune, "plans", PlanCache(no_plans.file, no_plans.shipped_file))
+    monkeypatch.setattr(autotune, "_fastest", None)  # not measured again
+    assert autotune.autotune(weights, 3, "split-k") == plan
+
+
+@pytest.mark.gpu
+def test_gated_product_is_autotuned(no_plans):
+    weights = [torch.randn((6144, 768), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
+    plan = autotune.autotune(weights, 9, "gated")
+    assert plan is None or plan.splits == 1
+    before, name = read_plans(no_plans.file)  # the product that follows is first: both are measured together
+    assert before.endswith("768x3072|split-k") and name.endswith("6144x768|gated")
+
+
+def test_substitute_down_weights_cost_no_memory():
+    weight = torch.randn(24, 5)
+    down = autotune._down(weight)
+    assert down.shape == (5, 12) and down.is_contiguous() and down.data_ptr() == weight.data_ptr()
+    x = torch.randn(2, 5)
+    expected = gated_reference(x @ weight.T, "silu") @ down.T
+    torch.testing.assert_close(autotune._product("gated", None, x, weight, None), expected)
