@@ -25,43 +25,43 @@ def states(checks):
     return {check.name: check.state for check in checks}
 
 
-# ---- prices
+# ---- fitted costs
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.35, 1.0])
-def test_costs_are_found_again_in_the_times_they_explain(hidden):
+def test_fit_recovers_costs(hidden):
     torch.manual_seed(0)
     sure = torch.rand(200)
     rank = torch.where(torch.rand(200) < sure, 0, torch.randint(-1, 4, (200,)))
     agreement = Agreement(tuple(sure.tolist()), tuple(rank.tolist()), candidates=4)
-    price = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0003, hidden=hidden)
+    costs = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0003, hidden=hidden)
     runs = []
     for policy in ("autoregressive", "vanilla", "pearl", "specbranch"):
         for gamma in (2, 8):
             for overlap in (True, False):
                 rounds = replay(agreement, SpecBranchConfig(policy=policy, max_draft_length=gamma))
-                runs.append(TimedRounds(rounds, price.seconds(rounds, overlap), overlap))
+                runs.append(TimedRounds(rounds, costs.seconds(rounds, overlap), overlap))
     found = fit_costs(runs)
     for name in ("target_pass", "target_token", "draft_step", "draft_branch", "hidden"):
-        assert getattr(found, name) == pytest.approx(getattr(price, name), rel=1e-4)
+        assert getattr(found, name) == pytest.approx(getattr(costs, name), rel=1e-4)
 
 
 # ---- ranking
 
 
-def test_a_draft_that_is_never_right_gets_the_shortest_length():
+def test_hopeless_draft_gets_the_shortest_length():
     hopeless = Agreement((0.9,) * 60, (ABSENT,) * 60, candidates=8)
     best = rank([hopeless], COSTS, ["vanilla"])[0]
     assert best.config.max_draft_length == 1 and best.prediction.speedup < 1
 
 
-def test_a_draft_that_is_always_right_gets_the_longest_that_is_hidden():
+def test_perfect_draft_gets_a_long_hidden_length():
     perfect = Agreement((0.95,) * 200, (0,) * 200, candidates=8)
     best = rank([perfect], COSTS.on_gpus(2))[0]
     assert best.config.draft_length >= 8 and best.prediction.speedup > 5 and best.config.overlap
 
 
-def test_overlap_is_switched_off_where_it_hides_nothing():
+def test_overlap_is_off_where_it_hides_nothing():
     some = Agreement((0.5,) * 60, (0, 0, ABSENT) * 20, candidates=8)
     ranked = rank([some], StepCosts(target_pass=0.01, draft_step=0.001, hidden=0.0))
     assert not any(each.config.overlap for each in ranked)
@@ -81,7 +81,7 @@ def report(target, draft):
     return found
 
 
-def test_the_doctor_measures_and_predicts_every_policy(report):
+def test_doctor_measures_and_predicts_every_policy(report):
     assert report.usable and set(states(report.checks)) == {
         "models", "vocabulary", "tokenizers", "attention", "devices", "memory",
     }  # fmt: skip
@@ -93,37 +93,37 @@ def test_the_doctor_measures_and_predicts_every_policy(report):
     json.dumps(report.to_dict())
 
 
-def test_the_doctor_says_what_the_default_would_choose(report):
+def test_doctor_reports_the_plan_of_auto(report):
     speed = {row.name: row.predicted for row in report.policies}
     assert report.planned.split(",")[0] in ("autoregressive", "vanilla", "specbranch")
     assert speed["auto"] >= speed["autoregressive"] * 0.999 and report.to_dict()["planned"] == report.planned
 
 
-def test_the_best_settings_are_predicted_no_slower_than_the_defaults(report):
+def test_best_settings_are_not_slower_than_defaults(report):
     speed = {row.name: row.predicted for row in report.policies}
     assert speed["vanilla, best"] >= speed["vanilla"] * 0.999
 
 
-def test_the_doctor_says_plainly_when_speculation_is_slower(target, stranger):
+def test_doctor_says_when_speculation_is_slower(target, stranger):
     tokenizer = letter_tokenizer(VOCABULARY)
     report = examine(attached(target), stranger, tokenizer, tokenizer, [PROMPT], 8, repeats=1)
     assert report.recommended is None and report.verdict.startswith("Not worth it here: speculation would be slower")
 
 
-def test_another_vocabulary_ends_the_examination(target):
+def test_other_vocabulary_cannot_be_used(target):
     foreign = llama(seed=1, vocabulary=64)
     report = examine(attached(target), foreign, letter_tokenizer(VOCABULARY), letter_tokenizer(64), [PROMPT])
     assert not report.usable and "This pair cannot be used: " in report.verdict and not report.policies
 
 
-def test_tokenizers_that_differ_are_found_out(target, draft):
+def test_different_tokenizers_fail_the_check(target, draft):
     ours = letter_tokenizer(VOCABULARY)
     theirs = letter_tokenizer(VOCABULARY)
     theirs.add_tokens(["extra"])
     assert states(check_everything(target, draft, ours, theirs))["tokenizers"] == FAILED
 
 
-def test_a_model_whose_attention_takes_no_mask_is_found_out(target, draft):
+def test_attention_without_masks_fails_the_check(target, draft):
     from transformers import BloomConfig, BloomForCausalLM
 
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_recurrent_draft_cannot_be_used(target):
 
 
 @pytest.mark.slow
-def test_tuning_measures_the_best_of_each_policy_and_the_defaults(target, draft):
+def test_tune_measures_each_policy_and_the_defaults(target, draft):
     ticks = []
     model = attached(target)
     found = tune(model, draft, [prompt()], 12, finalists=3, repeats=1, tick=lambda: ticks.append(1))
@@ -175,7 +175,7 @@ def run(folders, command, *more):
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
-def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders, tmp_path, target, draft):
+def test_tune_command_writes_loadable_settings(folders, tmp_path, target, draft):
     out = tmp_path / "tuned.json"
     quick = ["--policy", "vanilla", "--finalists", 1, "--repeat", 1, "--json"]
     picture = ["--png", tmp_path / "tuned.png"] if importlib.util.find_spec("matplotlib") else []
@@ -188,12 +188,12 @@ def test_the_command_tune_writes_settings_that_generate_and_the_api_load(folders
     model.generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft, specbranch=out)
     assert model.specbranch_stats.policy == "vanilla"
     pair = ["--target", str(folders / "target"), "--draft", str(folders / "draft")]
-    asked = ["generate", "abc", *pair, "--config", str(out), "--max-new-tokens", "4", "--json"]
-    assert json.loads(CliRunner().invoke(app, asked).stdout)["stats"]["policy"] == "vanilla"
+    arguments = ["generate", "abc", *pair, "--config", str(out), "--max-new-tokens", "4", "--json"]
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["stats"]["policy"] == "vanilla"
 
 
 @pytest.mark.slow
-def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monkeypatch):
+def test_doctor_command_prints_and_sets_the_exit_code(folders, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     said = run(folders, "doctor", "--repeat", 1)
     worth = "Worth it" in said.stdout or "Hardly worth it" in said.stdout
@@ -204,18 +204,18 @@ def test_the_command_doctor_answers_in_words_and_by_its_exit_code(folders, monke
 
 
 @pytest.mark.slow
-def test_the_command_doctor_speaks_json(folders):
+def test_doctor_command_prints_json(folders):
     said = run(folders, "doctor", "--repeat", 1, "--json")
     answer = json.loads(said.stdout)
     assert answer["usable"] and said.exit_code == (3 if answer["recommended"] is None else 0)
 
 
-def test_recording_works_on_an_attached_model_too(target, draft):
+def test_recording_an_attached_model(target, draft):
     alone = record_agreement(target, draft, prompt(), 10)
     assert record_agreement(specbranch(attached(target), draft=draft), draft, prompt(), 10) == alone
 
 
-def test_prompts_that_end_at_once_are_told(target, draft):
+def test_prompts_that_end_at_once_are_refused(target, draft):
     mute = attached(target)
     mute.generation_config.eos_token_id = list(range(VOCABULARY))
     tokenizer = letter_tokenizer(VOCABULARY)

@@ -1,4 +1,4 @@
-"""The replay counts what the engine counts, and its prices add up."""
+"""The replay counts what the engine counts, and predictions add up the costs of its rounds."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,12 +30,12 @@ SETTINGS = {
     "vanilla": SpecBranchConfig(policy="vanilla"),
     "pearl": SpecBranchConfig(policy="pearl", max_draft_length=4),
     "specbranch": BRANCHING(),
-    "specbranch, branches for corrections": BRANCHING(max_rejection_branches=6, confidence_threshold=0.1),
-    "specbranch, a branch for every correction": SpecBranchConfig(
+    "specbranch, rejection branches": BRANCHING(max_rejection_branches=6, confidence_threshold=0.1),
+    "specbranch, many rejection branches": SpecBranchConfig(
         "specbranch", max_rejection_branches=12, confidence_threshold=0.0
     ),
-    "vanilla, runners-up": SpecBranchConfig(policy="vanilla", tree_leaves=6, confidence_threshold=0.0),
-    "specbranch, runners-up": BRANCHING(max_rejection_branches=6, tree_leaves=4, confidence_threshold=0.1),
+    "vanilla, tree leaves": SpecBranchConfig(policy="vanilla", tree_leaves=6, confidence_threshold=0.0),
+    "specbranch, tree leaves": BRANCHING(max_rejection_branches=6, tree_leaves=4, confidence_threshold=0.1),
     "specbranch, wide": BRANCHING(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
 NEW_TOKENS = 24
@@ -49,7 +49,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
+def test_replay_counts_the_passes_and_steps_of_the_engine(name, pair):
     model, draft, inputs, agreement = pair
     model.generate(
         **inputs, assistant_model=draft, specbranch=SETTINGS[name], max_new_tokens=NEW_TOKENS, do_sample=False
@@ -58,10 +58,10 @@ def test_a_replay_takes_the_passes_and_steps_of_the_engine(name, pair):
     assert sum(each.committed for each in rounds) == NEW_TOKENS - 1 == stats.new_tokens - 1
     assert len(rounds) == pytest.approx(stats.target_forwards - 1, rel=0.05)
     steps = sum(each.steps_before + each.overlapped_steps for each in rounds)
-    assert steps == pytest.approx(max(0, stats.draft_forwards - 1), rel=0.2)  # beyond a wrong token it is a guess
+    assert steps == pytest.approx(max(0, stats.draft_forwards - 1), rel=0.2)  # after a wrong token it is an estimate
 
 
-def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
+def test_replay_counts_rejection_hits(pair):
     model, draft, inputs, agreement = pair
     settings = BRANCHING(max_rejection_branches=12, confidence_threshold=0.0, max_draft_length=6)
     model.generate(**inputs, assistant_model=draft, specbranch=settings, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -74,7 +74,7 @@ def test_corrections_that_were_foreseen_are_hit_by_the_engine_too(pair):
     assert stats.rejection_hits > 0 and abs(saved - stats.rejection_hits) <= 2
 
 
-def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
+def test_replay_counts_leaf_continuations(pair):
     model, draft, inputs, agreement = pair
     settings = SpecBranchConfig(
         "specbranch", max_rejection_branches=0, tree_leaves=12, confidence_threshold=0.0, max_draft_length=4
@@ -86,18 +86,18 @@ def test_a_right_runner_up_brings_a_further_token_as_in_the_engine(pair):
     assert len(replay(agreement, settings)) < len(replay(agreement, replace(settings, tree_leaves=0)))
 
 
-def test_captured_stages_take_all_their_steps_and_commit_the_same():
+def test_captured_stages_run_all_steps_and_commit_the_same():
     unsure = Agreement((0.9, 0.05) * 20, (0, 1) * 20, candidates=4, chances=((0.9, 0.1, 0, 0), (0.05,) * 4) * 20)
     settings = SpecBranchConfig(
         "specbranch", max_draft_length=4, max_branches=3, max_rejection_branches=0, confidence_threshold=0.1
     )
     eager, captured = (replay(unsure, settings, captured) for captured in (False, True))
     assert [each.committed for each in captured] == [each.committed for each in eager]
-    assert {each[0:1] + each[3:] for each in captured} == {(4, 5, 3)}  # sent, steps beside, width
+    assert {each[0:1] + each[3:] for each in captured} == {(4, 5, 3)}  # sent, overlapped steps, width
     assert {each.steps_before for each in captured} <= {0, 4}
 
 
-def test_auto_means_what_it_means_to_the_engine():
+def test_effective_config_of_auto():
     auto = SpecBranchConfig()
     numbers = [
         (found.max_draft_length, found.confidence_threshold, found.max_rejection_branches)
@@ -111,7 +111,7 @@ def test_auto_means_what_it_means_to_the_engine():
     assert effective_config(SpecBranchConfig(policy="pearl"), captured=True).max_rejection_branches == 0
 
 
-def test_recordings_are_kept_in_files(pair, tmp_path):
+def test_recordings_round_trip_through_files(pair, tmp_path):
     save_agreements([pair[3]], tmp_path / "recording.json")
     assert load_agreements(tmp_path / "recording.json") == [pair[3]]
     (tmp_path / "other.json").write_text('{"policy": "pearl"}')
@@ -121,8 +121,8 @@ def test_recordings_are_kept_in_files(pair, tmp_path):
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_correction_stands_where_sorting_all_that_were_foreseen_puts_it(data):
-    """A chain of fixed length is rejected at its first wrong token, and saved by a runner-up if that is among them."""
+def test_rejection_rank_equals_sorting_all_likely_rejections(data):
+    """A draft of fixed length ends at its first wrong token, or one token later if a tree leaf holds the right one."""
     length, leaves = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
     chance = st.sampled_from((0.0, 0.1, 0.2, 0.3, 0.6))
     chances = [tuple(sorted(data.draw(st.tuples(*[chance] * 4)), reverse=True)) for _ in range(length + 3)]
@@ -130,24 +130,24 @@ def test_a_correction_stands_where_sorting_all_that_were_foreseen_puts_it(data):
     wrong = data.draw(st.integers(1, length))
     ranks = [0] * wrong + [rank] + [0] * (length + 2 - wrong)
     text = Agreement(tuple(each[0] for each in chances), tuple(ranks), 4, tuple(chances))
-    foreseen = sorted(
+    rejections = sorted(
         (prod(each[0] for each in chances[1 : 1 + place]) * chances[1 + place][other], place, other)
         for place in range(length)
         for other in (1, 2, 3)
     )
-    place, *_ = (nth for nth, (*_, at, other) in enumerate(reversed(foreseen)) if (at, other) == (wrong - 1, rank))
-    saved = place < leaves and foreseen[-1 - place][0] > 0
+    place, *_ = (nth for nth, (*_, at, other) in enumerate(reversed(rejections)) if (at, other) == (wrong - 1, rank))
+    saved = place < leaves and rejections[-1 - place][0] > 0
     plan = SpecBranchConfig("vanilla", length, confidence_threshold=0.0, tree_leaves=leaves)
     assert replay(text, plan)[0].committed == wrong + saved
 
 
-def test_rounds_that_are_alike_may_be_counted_before_they_are_priced():
+def test_costs_of_counted_rounds():
     rounds = [Round(4, 5, 1, 5, 3), Round(4, 2, 0, 5, 3), Round(4, 5, 1, 5, 3)]
     assert COSTS.seconds(Counter(rounds)) == pytest.approx(COSTS.seconds(rounds))
     assert COSTS.seconds(rounds) == pytest.approx(sum(COSTS.seconds([each]) for each in rounds))
 
 
-def test_a_recording_tells_how_often_the_draft_is_right(pair):
+def test_recording_gives_the_agreement_rate(pair):
     model, draft, inputs, agreement = pair
     text = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, specbranch=False)
     before = inputs["input_ids"].shape[1]
@@ -169,43 +169,45 @@ def hopeless(tokens=41, confidence=0.9):
 COSTS = StepCosts(target_pass=0.010, target_token=0.0, draft_step=0.001, draft_branch=0.0005)
 
 
-def test_autoregressive_decoding_takes_a_pass_a_token():
-    said = predict([perfect()], SpecBranchConfig(policy="autoregressive"), COSTS)
+def test_autoregressive_decoding_takes_one_pass_per_token():
+    prediction = predict([perfect()], SpecBranchConfig(policy="autoregressive"), COSTS)
     assert (
-        said.tokens_per_second == pytest.approx(100) and said.speedup == pytest.approx(1) and said.tokens_per_pass == 1
+        prediction.tokens_per_second == pytest.approx(100)
+        and prediction.speedup == pytest.approx(1)
+        and prediction.tokens_per_pass == 1
     )
 
 
-def test_a_perfect_draft_gives_a_draft_and_one_token_a_pass():
-    said = predict([perfect()], SpecBranchConfig(policy="vanilla", max_draft_length=4), COSTS)
-    assert said.tokens_per_pass == 5 and said.speedup == pytest.approx(5 * 10 / 14)
+def test_perfect_draft_commits_all_and_the_bonus_token():
+    prediction = predict([perfect()], SpecBranchConfig(policy="vanilla", max_draft_length=4), COSTS)
+    assert prediction.tokens_per_pass == 5 and prediction.speedup == pytest.approx(5 * 10 / 14)
 
 
-def test_a_hopeless_draft_is_predicted_to_be_slower():
+def test_hopeless_draft_is_predicted_slower():
     for policy in ("vanilla", "pearl", "specbranch"):
-        said = predict([hopeless()], SpecBranchConfig(policy=policy, max_draft_length=4), COSTS)
-        assert said.speedup < 1 and said.tokens_per_pass == 1
+        prediction = predict([hopeless()], SpecBranchConfig(policy=policy, max_draft_length=4), COSTS)
+        assert prediction.speedup < 1 and prediction.tokens_per_pass == 1
 
 
-def test_overlap_hides_drafting_up_to_the_pass_it_runs_beside():
+def test_overlap_hides_drafting_up_to_the_pass():
     rounds = [Round(sent=4, committed=5, steps_before=1, overlapped_steps=5, width=3)]
-    apart, beside = COSTS.seconds(rounds), COSTS.on_gpus(2).seconds(rounds)
-    assert apart == pytest.approx(0.001 + 0.010 + 5 * 0.002) and beside == pytest.approx(0.001 + 0.010)
-    assert COSTS.on_gpus(3).seconds(rounds) == pytest.approx(beside) and COSTS.on_gpus(1) == COSTS
+    serial, overlapped = COSTS.seconds(rounds), COSTS.on_gpus(2).seconds(rounds)
+    assert serial == pytest.approx(0.001 + 0.010 + 5 * 0.002) and overlapped == pytest.approx(0.001 + 0.010)
+    assert COSTS.on_gpus(3).seconds(rounds) == pytest.approx(overlapped) and COSTS.on_gpus(1) == COSTS
 
 
-def test_no_overlap_in_the_settings_means_none_in_the_prediction():
+def test_prediction_follows_the_overlap_setting():
     two = COSTS.on_gpus(2)
     ahead = [predict([perfect()], SpecBranchConfig(overlap=overlap), two).speedup for overlap in (True, False)]
     assert ahead[0] > ahead[1]
 
 
-def test_a_faster_draft_never_makes_it_slower():
+def test_faster_draft_is_never_slower():
     speeds = [predict([perfect()], SpecBranchConfig(), COSTS.at_ratio(c)).speedup for c in (2, 5, 20, 100)]
     assert speeds == sorted(speeds) and COSTS.at_ratio(5).speed_ratio == pytest.approx(5)
 
 
-def test_branches_save_the_wait_for_a_new_draft():
+def test_branches_save_waiting_for_a_new_draft():
     unsure_at_times = Agreement((0.9, 0.9, 0.3) * 14, (0, 0, 1) * 14, candidates=4)
     waits = {}
     for k in (1, 4):
@@ -233,6 +235,6 @@ def test_branches_save_the_wait_for_a_new_draft():
         (lambda: COSTS.at_ratio(0), "ratio=0"),
     ],
 )
-def test_what_cannot_be_is_told(wrong, message):
+def test_invalid_values_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
