@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from ..decoding.hooks import Survivor
 from .inputs import PER_POSITION, SMALLEST, TINY, WIDE, head_inputs, shape_of
-from .model import SCORE_RANGE, SCORE_SCALE, SOME, LengthHead
+from .model import LEAST_THRESHOLD, SCORE_RANGE, SCORE_SCALE, SOME, LengthHead
 
 LARGEST_TABLE = 2**23  # entries; larger ones are worked out token by token
 
@@ -152,9 +152,10 @@ def _rule(head: LengthHead) -> tuple[Tensor, Tensor]:
     The entry of "some" is just above 0. That of "all" is above it if its threshold is passed, and that of "none", if
     its is, far above both: by a power of 2, which keeps the comparison exact.
     """
-    far = 2.0**30
-    config, like = head.config, head.mean
-    offset = like.new_tensor([-far * float(like.new_tensor(config.none_threshold)), TINY, -config.all_threshold])
+    far = 2.0**60  # more than 1 over the least difference to a threshold, 2**-24 * LEAST_THRESHOLD
+    like = head.mean
+    none, everything = (max(t, LEAST_THRESHOLD) for t in (head.config.none_threshold, head.config.all_threshold))
+    offset = like.new_tensor([-far * float(like.new_tensor(none)), TINY, -everything])
     return offset, like.new_tensor([far, 0.0, 1.0])
 
 

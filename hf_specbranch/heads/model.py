@@ -17,6 +17,7 @@ from .identity import ModelIdentity
 
 CLASSES = ("none", "some", "all")
 NONE, SOME, ALL = range(3)
+LEAST_THRESHOLD = 2.0**-20  # a lower one counts as this: smaller probabilities are rounding
 SCORE_RANGE, SCORE_SCALE = (-20.0, 5.0), 4.0  # of what the target is thought to expect, near a log-probability
 
 
@@ -174,4 +175,5 @@ class LengthHead(nn.Module):
 def verdict_by_thresholds(probabilities: Tensor, none_threshold: float, all_threshold: float) -> Tensor:
     """[N] 0 where P(none) is above its threshold, else 2 where P(all) is above its, else 1; from [N, 3]."""
     none, _, everything = probabilities.unbind(1)
+    none_threshold, all_threshold = max(none_threshold, LEAST_THRESHOLD), max(all_threshold, LEAST_THRESHOLD)
     return (SOME + (everything > all_threshold)) * (none <= none_threshold)  # 0 is none, and 2 is some and one more
