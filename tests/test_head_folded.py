@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_specbranch import load_demo_pair
 from hf_specbranch.decoding.hooks import Survivor
 from hf_specbranch.heads import folded
-from hf_specbranch.heads.config import FEATURES
 
 from .heads import balance, random_head, trained_form
 from .models import VOCABULARY
@@ -22,7 +21,7 @@ KINDS = {
     "everything, unmatched": {"match_size": 0},
     "as in the paper": {"features": ("hidden", "committed"), "match_size": 0},
     "the draft's numbers": {"features": ("confidence", "probability", "entropy", "kind")},
-    "no kind": {"features": ("confidence", "margin")},
+    "no kind": {"features": ("confidence", "entropy")},
 }
 
 
@@ -106,8 +105,7 @@ def test_a_verdict_takes_few_operations(target, draft):
                 self.names.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    features = tuple(name for name in FEATURES if name != "margin")
-    ask, line = random_head(target, draft, features=features).bind(target).head, lines(1, 4)
+    ask, line = random_head(target, draft).bind(target).head, lines(1, 4)
     with Counting() as counted, torch.no_grad():
         ask(line)
     assert len(counted.names) <= 32, counted.names

@@ -120,7 +120,7 @@ def test_features_a_head_does_not_read_are_not_computed(target):
     every = head_inputs(line, embeddings, 4, 2)
     some = head_inputs(line, embeddings, 4, 2, ("confidence", "entropy"))
     assert torch.equal(some.entropy, every.entropy) and torch.equal(some.confidence, every.confidence)
-    assert some.margin.numel() == some.probability.numel() == some.drafted.numel() == 0
+    assert some.probability.numel() == some.drafted.numel() == 0
     exact = -torch.special.xlogy(line.scores, line.scores).sum(-1)
     assert torch.allclose(every.entropy[:, :2], exact[:, :2], atol=1e-5)
 

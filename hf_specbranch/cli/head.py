@@ -12,7 +12,7 @@ import typer
 from ..bench.prompts import python_prompts, read_prompts
 from ..heads import LengthHead
 from ..heads.collect import collect as run_collect
-from ..heads.config import DEFAULT_FEATURES
+from ..heads.config import FEATURES
 from ..heads.dataset import CollectSettings, Manifest
 from ..heads.evaluate import EvalSettings, evaluate
 from ..heads.expectation import Reading
@@ -94,7 +94,7 @@ def train(
     ] = None,
     text_tokens: Annotated[int, typer.Option(min=1, help="Tokens the target writes behind each text.")] = 48,
     target: Target = None,
-    features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(DEFAULT_FEATURES),
+    features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(FEATURES),
     match_size: Annotated[
         int, typer.Option(min=0, help="0: the target's features go in directly.")
     ] = TrainSettings.match_size,

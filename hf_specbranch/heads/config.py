@@ -13,8 +13,7 @@ from .identity import ModelIdentity, tokenizer_hash
 from .validation import HeadError, check_list, check_number, check_text, check_training, check_whole, refuse, shown
 
 FORMAT_VERSION = 1
-FEATURES = ("hidden", "committed", "drafted", "confidence", "probability", "entropy", "margin", "kind")
-DEFAULT_FEATURES = tuple(name for name in FEATURES if name != "margin")  # it added nothing, and costs a search
+FEATURES = ("hidden", "committed", "drafted", "confidence", "probability", "entropy", "kind")
 # The least and the most of each: far from what makes sense for a head, and from what exhausts a machine.
 WHOLE_NUMBERS = {
     "gamma": (1, 1024),
@@ -39,9 +38,8 @@ class LengthHeadConfig:
         features: what it reads, some of: "hidden" (the target's last layers at the last verified position),
             "committed" (input embedding of the token just committed), "drafted" (embeddings of the first drafted
             tokens), "confidence" (the draft's largest probability at each position), "probability" (that of the
-            drafted token), "entropy" and "margin" (of the draft's distribution at each position), "kind"
-            (whether the line comes straight from the draft stage, and its length). Numbers that belong to
-            positions come with their logarithms.
+            drafted token), "entropy" (of the draft's distribution at each position), "kind" (whether the line comes
+            straight from the draft stage, and its length). Numbers that belong to positions come with their logarithms.
         num_layers: K, how many of the target's last layers "hidden" means.
         drafted_tokens: how many tokens "drafted" means.
         match_size: width of the space in which the target's state ("hidden" and "committed") meets each drafted
@@ -68,7 +66,7 @@ class LengthHeadConfig:
     target: ModelIdentity
     draft: ModelIdentity
     gamma: int
-    features: tuple[str, ...] = DEFAULT_FEATURES
+    features: tuple[str, ...] = FEATURES
     num_layers: int = 4
     drafted_tokens: int = 3
     match_size: int = 48
@@ -149,7 +147,7 @@ class LengthHeadConfig:
     @property
     def reads_scores(self) -> bool:
         """Whether it needs the draft's whole distributions."""
-        return bool({"probability", "entropy", "margin"} & set(self.features))
+        return bool({"probability", "entropy"} & set(self.features))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""

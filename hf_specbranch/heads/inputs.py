@@ -11,8 +11,8 @@ from ..decoding.hooks import Survivor
 from .config import FEATURES, LengthHeadConfig
 
 WIDE = ("hidden", "committed", "drafted")
-PER_POSITION = ("confidence", "probability", "entropy", "margin")
-OF_SCORES = ("probability", "entropy", "margin")
+PER_POSITION = ("confidence", "probability", "entropy")
+OF_SCORES = ("probability", "entropy")
 SMALLEST = 1e-4  # logarithms are taken of nothing smaller
 TINY = 1e-30
 
@@ -26,7 +26,6 @@ class HeadInputs(NamedTuple):
     confidence: Tensor  # [N, G] the draft's largest probability
     probability: Tensor  # [N, G] its probability of the drafted token
     entropy: Tensor  # [N, G] of its distribution, in nats
-    margin: Tensor  # [N, G] between its two largest probabilities
     kind: Tensor  # [N, 2] 1 for a line straight from the draft stage; its length over gamma
 
     def matrix(self, config: LengthHeadConfig) -> Tensor:
@@ -80,11 +79,8 @@ def shape_of(name: str, q: Tensor | None, tokens: Tensor) -> Tensor:
         return torch.zeros(tokens.shape, device=tokens.device)
     if name == "probability":
         values = q.gather(2, tokens[:, : q.shape[1], None])[:, :, 0]
-    elif name == "entropy":  # several times faster on a CPU than xlogy, and the same but for the last digits
+    else:  # the entropy: several times faster on a CPU than xlogy, and the same but for the last digits
         values = q.clamp(min=TINY).log_().mul_(q).sum(-1).neg_()
-    else:
-        top = q.topk(2, dim=-1).values
-        values = top[..., 0] - top[..., 1]
     return _fit(values, tokens.shape[1])
 
 

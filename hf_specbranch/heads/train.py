@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .config import DEFAULT_FEATURES, LengthHeadConfig
+from .config import FEATURES, LengthHeadConfig
 from .dataset import Manifest, labels, read_folders
 from .expectation import Reading, learn_expectation
 from .inputs import HeadInputs
@@ -53,7 +53,7 @@ class TrainSettings:
         seed: of the split, the weights and the order.
     """
 
-    features: tuple[str, ...] = DEFAULT_FEATURES
+    features: tuple[str, ...] = FEATURES
     match_size: int = 48
     query_size: int = 256
     layer_sizes: tuple[int, ...] = (256, 64)
