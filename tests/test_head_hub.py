@@ -33,7 +33,7 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(resolve, "_searched", {})
+        monkeypatch.setattr(resolve, "_HEADS", resolve.HeadStore(limit=8))
         yield hub
 
 

@@ -1,5 +1,6 @@
 """Heads: what they read, how they are trained, saved, loaded and refused."""
 
+import gc
 import json
 import warnings
 
@@ -13,6 +14,7 @@ from hf_specbranch.bench.prompts import Prompt
 from hf_specbranch.cli import app
 from hf_specbranch.decoding.hooks import HookList, SpeculationHook, Survivor
 from hf_specbranch.heads import metrics
+from hf_specbranch.heads.cache import LeastRecentlyUsed
 from hf_specbranch.heads.collect import collect
 from hf_specbranch.heads.dataset import CollectSettings, Manifest, labels, read_samples
 from hf_specbranch.heads.evaluate import EvalSettings, evaluate
@@ -272,6 +274,23 @@ def test_a_damaged_head_is_refused(target, draft, tmp_path, file, damage, messag
         (folder / file).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=message):
         LengthHead.from_pretrained(folder)
+
+
+def test_caches_drop_the_least_recently_used_entry():
+    made, cache = [], LeastRecentlyUsed(limit=2)
+    for key in "abacab":
+        assert cache.get(key, lambda key: made.append(key) or key) == key
+    assert made == ["a", "b", "c", "b"] and cache.keys() == ["a", "b"]
+    assert cache.get("a", str.upper, is_current=lambda value: False) == "A"
+
+
+def test_weak_cache_lets_go_of_its_keys(target, draft):
+    cache = LeastRecentlyUsed(limit=4, weak_keys=True)
+    head = random_head(target, draft)
+    assert cache.get(head, lambda head: 1) == 1 and len(cache.keys()) == 1
+    del head
+    gc.collect()
+    assert not cache.keys()
 
 
 def test_a_head_with_wrong_settings_is_refused(target, draft):

@@ -8,13 +8,13 @@ a token goes into a table over the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from ..decoding.hooks import Survivor
+from .cache import LeastRecentlyUsed
 from .inputs import PER_POSITION, SMALLEST, TINY, WIDE, head_inputs, shape_of
 from .model import LEAST_THRESHOLD, SCORE_RANGE, SCORE_SCALE, SOME, LengthHead
 
@@ -180,17 +180,33 @@ def _linear(modules: nn.Module) -> list[nn.Linear]:
     return [module for module in modules.children() if isinstance(module, nn.Linear)]
 
 
-_folded: WeakKeyDictionary[LengthHead, tuple[Hashable, FoldedHead]] = WeakKeyDictionary()
+class FoldedHeads:
+    """The folded forms of the heads that were used last.
+
+    Args:
+        limit: how many are kept; each holds tables over the vocabulary.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._cache: LeastRecentlyUsed[LengthHead, tuple[Hashable, FoldedHead]] = LeastRecentlyUsed(
+            limit, weak_keys=True
+        )
+
+    def of(self, head: LengthHead, table: Tensor) -> tuple[FoldedHead, Hashable]:
+        """Return the folded form of a head and a key that changes with its config and its weights.
+
+        Args:
+            head: the head, on the device where it will be used.
+            table: [V, H] the target's input embeddings.
+        """
+        weights = (*head.parameters(), *head.buffers(), table)
+        state = tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)
+        key = (repr(head.config), state)
+        made = self._cache.get(head, lambda head: (key, FoldedHead(head, table)), lambda made: made[0] == key)
+        return made[1], key
 
 
-def folded(head: LengthHead, table: Tensor) -> tuple[FoldedHead, Hashable]:
-    """The head in the form it is used in, made once, and what tells it from others: it changes with the weights."""
-    weights = (*head.parameters(), *head.buffers(), table)
-    state = tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights)
-    key = (repr(head.config), state)
-    if head not in _folded or _folded[head][0] != key:
-        _folded[head] = (key, FoldedHead(head, table))
-    return _folded[head][1], key
+_FOLDED_HEADS = FoldedHeads(limit=8)
 
 
 class BoundHead:
@@ -202,7 +218,7 @@ class BoundHead:
         self.embeddings = embeddings
         self.feature_layers = head.config.feature_layers
         self.draft_scores = head.config.reads_scores
-        self.folded, self.settings = folded(head, next(embeddings.parameters()))
+        self.folded, self.settings = _FOLDED_HEADS.of(head, next(embeddings.parameters()))
 
     def __call__(self, line: Survivor) -> Tensor:
         if line.features is None and self.feature_layers:  # the round after the prompt

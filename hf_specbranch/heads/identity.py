@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from .cache import LeastRecentlyUsed
 from .validation import check_text, check_whole, refuse
 
 DEMO_PAIR = Path(__file__).parent.parent / "demo_pair"
@@ -90,14 +90,31 @@ def model_id(name: str) -> str:
     return folder.resolve().name if folder.is_dir() else name
 
 
-_hashes: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()  # size and hash: reading a vocabulary takes long
+class TokenizerHashes:
+    """The hashes of the vocabularies that were used last; reading a vocabulary takes long.
+
+    Args:
+        limit: how many are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._cache: LeastRecentlyUsed[Any, tuple[int, str]] = LeastRecentlyUsed(limit, weak_keys=True)
+
+    def of(self, tokenizer: Any) -> str:
+        """Return the hash of a tokenizer's vocabulary; tokens that were added since change it."""
+        size = len(tokenizer)
+        return self._cache.get(tokenizer, _hash_vocabulary, lambda known: known[0] == size)[1]
+
+
+def _hash_vocabulary(tokenizer: Any) -> tuple[int, str]:
+    """Return the size of a vocabulary and its SHA-256."""
+    entries = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return len(tokenizer), hashlib.sha256(entries.encode()).hexdigest()
+
+
+_TOKENIZER_HASHES = TokenizerHashes(limit=16)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of the vocabulary: equal for tokenizers that give the same tokens the same numbers."""
-    size, known = _hashes.get(tokenizer, (-1, ""))
-    if size != len(tokenizer):  # tokens can be added
-        entries = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-        known = hashlib.sha256(entries.encode()).hexdigest()
-        _hashes[tokenizer] = (len(tokenizer), known)
-    return known
+    """Return the SHA-256 of the vocabulary: equal for tokenizers that give the same tokens the same numbers."""
+    return _TOKENIZER_HASHES.of(tokenizer)

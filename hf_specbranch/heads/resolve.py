@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..decoding.hooks import SpeculationHook
+from .cache import LeastRecentlyUsed
 from .config import LengthHeadConfig
 from .files import WEIGHTS, load
 from .hub import Accept, load_found, locate, search
@@ -19,9 +20,7 @@ from .model import LengthHead
 from .validation import HeadError, HeadUnavailableError
 
 logger = logging.getLogger("hf_specbranch")
-_loaded: dict[tuple[str, int], LengthHead] = {}  # by folder and time of change
-# By pair and vocabulary; one search and one message per process.
-_searched: dict[tuple[ModelIdentity, ModelIdentity, str | None], LengthHead | None] = {}
+PairKey = tuple[ModelIdentity, ModelIdentity, str | None]  # target, draft and the hash of their vocabulary
 
 
 def resolve_head(given: Any, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> Any:
@@ -39,7 +38,7 @@ def resolve_head(given: Any, target: PreTrainedModel, draft: PreTrainedModel, to
         HeadError: it is damaged or made for another pair.
     """
     if isinstance(given, str):
-        given = _automatic(target, draft, tokenizer) if given == "auto" else _named(given)
+        given = _HEADS.for_pair(target, draft, tokenizer) if given == "auto" else _HEADS.named(given)
     if not isinstance(given, LengthHead):
         return given
     given.check_pair(target, draft, tokenizer)
@@ -47,12 +46,62 @@ def resolve_head(given: Any, target: PreTrainedModel, draft: PreTrainedModel, to
     return hook
 
 
-def _named(name: str) -> LengthHead:
-    folder = locate(name)
-    key = (str(folder), _changed(folder))
-    if key not in _loaded:
-        _loaded[key] = load(folder)
-    return _loaded[key]
+class HeadStore:
+    """Heads that were loaded from a folder or found on the Hub; those used last are kept.
+
+    Args:
+        limit: how many of each are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._loaded: LeastRecentlyUsed[tuple[str, int], LengthHead] = LeastRecentlyUsed(limit)
+        self._found: LeastRecentlyUsed[PairKey, LengthHead | None] = LeastRecentlyUsed(limit)
+
+    def named(self, name: str) -> LengthHead:
+        """Load a head by folder or repository id; again if its file has changed."""
+        folder = locate(name)
+        return self._loaded.get((str(folder), _changed(folder)), lambda _: load(folder))
+
+    def for_pair(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
+        """Return the best head on the Hub for a pair, or None; each pair is searched and reported once."""
+        vocabulary = None if tokenizer is None else tokenizer_hash(tokenizer)
+        pair = (ModelIdentity.of(target), ModelIdentity.of(draft), vocabulary)
+        return self._found.get(pair, lambda _: self._first_that_fits(target, draft, tokenizer))
+
+    def _first_that_fits(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
+        """The first candidate that is sound and made for this pair; the others are named in the log."""
+
+        def attempt(name: str, load_it: Callable[[], LengthHead]) -> LengthHead | None:
+            try:
+                return load_it()
+            except (HeadError, HeadUnavailableError) as error:
+                logger.warning("length_head='auto': skipping %s: %s", name, error)
+                return None
+
+        def accept(config: LengthHeadConfig) -> None:
+            config.check_fit(target, draft, tokenizer)
+
+        pair = (ModelIdentity.of(target).id, ModelIdentity.of(draft).id)
+        if pair in DEMO_HEADS and (
+            head := attempt("the embedded head", partial(self._embedded, DEMO_HEADS[pair], accept))
+        ):
+            return head
+        try:
+            candidates = [found for found in search(*pair) if found.for_draft]
+        except OSError as error:
+            logger.warning("length_head='auto': %s; going on without a head", error)
+            return None
+        for candidate in candidates:
+            if head := attempt(candidate.repo_id, partial(load_found, candidate, accept)):
+                logger.warning("length_head='auto': using %s at revision %s", candidate.repo_id, candidate.revision)
+                return head
+        logger.warning("length_head='auto': no head for %s with %s on the Hub; going on without one", *pair)
+        return None
+
+    def _embedded(self, folder: Path, accept: Accept) -> LengthHead:
+        head = self.named(str(folder))
+        accept(head.config)
+        return head
 
 
 def _changed(folder: Path) -> int:
@@ -62,45 +111,4 @@ def _changed(folder: Path) -> int:
         return 0
 
 
-def _automatic(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
-    """The best head on the Hub for this pair; without one, generation goes on."""
-    vocabulary = None if tokenizer is None else tokenizer_hash(tokenizer)
-    pair = (ModelIdentity.of(target), ModelIdentity.of(draft), vocabulary)
-    if pair not in _searched:
-        _searched[pair] = _first_that_fits(target, draft, tokenizer)
-    return _searched[pair]
-
-
-def _first_that_fits(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
-    """The first candidate that is sound and made for this pair; the others are named in the log."""
-
-    def attempt(name: str, load_it: Callable[[], LengthHead]) -> LengthHead | None:
-        try:
-            return load_it()
-        except (HeadError, HeadUnavailableError) as error:
-            logger.warning("length_head='auto': skipping %s: %s", name, error)
-            return None
-
-    def accept(config: LengthHeadConfig) -> None:
-        config.check_fit(target, draft, tokenizer)
-
-    pair = (ModelIdentity.of(target).id, ModelIdentity.of(draft).id)
-    if pair in DEMO_HEADS and (head := attempt("the embedded head", partial(_embedded, DEMO_HEADS[pair], accept))):
-        return head
-    try:
-        candidates = [found for found in search(*pair) if found.for_draft]
-    except OSError as error:
-        logger.warning("length_head='auto': %s; going on without a head", error)
-        return None
-    for candidate in candidates:
-        if head := attempt(candidate.repo_id, partial(load_found, candidate, accept)):
-            logger.warning("length_head='auto': using %s at revision %s", candidate.repo_id, candidate.revision)
-            return head
-    logger.warning("length_head='auto': no head for %s with %s on the Hub; going on without one", *pair)
-    return None
-
-
-def _embedded(folder: Path, accept: Accept) -> LengthHead:
-    head = _named(str(folder))
-    accept(head.config)
-    return head
+_HEADS = HeadStore(limit=16)
