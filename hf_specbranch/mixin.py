@@ -22,7 +22,7 @@ from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .fallback import FallBack
-from .heads.resolve import resolve_head
+from .heads.model import resolve_head
 from .padding_check import check_padded_batches
 from .planning.online import forget
 from .request import MergedSettings, Request, call_config, seeded_from

@@ -3,9 +3,8 @@
 import torch
 
 from hf_specbranch import LengthHead, LengthHeadConfig
-from hf_specbranch.heads.config import FEATURES
-from hf_specbranch.heads.identity import ModelIdentity, tokenizer_hash
-from hf_specbranch.heads.inputs import head_inputs
+from hf_specbranch.heads.config import FEATURES, ModelIdentity, tokenizer_hash
+from hf_specbranch.heads.network import head_inputs
 
 from .tokens import letter_tokenizer
 
@@ -38,7 +37,7 @@ def trained_form(head, line, embeddings):
     config = head.config
     features = head_inputs(line, embeddings, config.gamma, config.drafted_tokens, config.features).matrix(config)
     with torch.no_grad():
-        return features, head.verdict(features)
+        return features, head.predict(features)
 
 
 class Observed:

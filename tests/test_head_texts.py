@@ -11,12 +11,10 @@ from hf_specbranch.bench.prompts import Prompt
 from hf_specbranch.cli import app
 from hf_specbranch.decoding.hooks import Survivor
 from hf_specbranch.heads.collect import collect
-from hf_specbranch.heads.dataset import CollectSettings, read_folders, read_samples
+from hf_specbranch.heads.dataset import CollectSettings, read_folders, read_samples, read_texts
 from hf_specbranch.heads.evaluate import EvalSettings, evaluate
-from hf_specbranch.heads.expectation import Expectation, learn_expectation
-from hf_specbranch.heads.inputs import head_inputs
-from hf_specbranch.heads.texts import read_texts
-from hf_specbranch.heads.train import TrainSettings, train
+from hf_specbranch.heads.network import Expectation, head_inputs
+from hf_specbranch.heads.train import TrainSettings, learn_expectation, train
 
 from .models import VOCABULARY
 from .tokens import letter_tokenizer

@@ -18,7 +18,7 @@ from hf_specbranch.heads.cache import LeastRecentlyUsed
 from hf_specbranch.heads.collect import collect
 from hf_specbranch.heads.dataset import CollectSettings, Manifest, labels, read_samples
 from hf_specbranch.heads.evaluate import EvalSettings, evaluate
-from hf_specbranch.heads.inputs import head_inputs
+from hf_specbranch.heads.network import head_inputs
 from hf_specbranch.heads.train import TrainSettings, best_offsets, split_by_prompt, train
 
 from .heads import random_head
@@ -143,7 +143,7 @@ def test_collecting_is_repeatable_and_goes_on_where_it_stopped(data, tmp_path, t
 
 def test_collecting_with_other_settings_into_the_same_folder_is_refused(data, target, draft, tokenizer):
     other = CollectSettings(**{**SETTINGS.__dict__, "gamma": 5})
-    with pytest.raises(ValueError, match=r"holds lines collected otherwise \(gamma: there 4, asked for 5\)"):
+    with pytest.raises(ValueError, match=r"holds drafts collected with other settings \(gamma: there 4, here 5\)"):
         collect(target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", data, other, progress=False)
 
 
@@ -164,7 +164,7 @@ def test_damaged_data_is_refused(data, tmp_path):
     with pytest.raises(FileNotFoundError, match="shard-00001.safetensors of the manifest is missing"):
         read_samples(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a manifest of collected lines"):
+    with pytest.raises(ValueError, match="is not a manifest of collected drafts"):
         read_samples(tmp_path)
     with pytest.raises(FileNotFoundError, match="give the folder that `head collect` wrote"):
         read_samples(tmp_path / "nowhere")
@@ -226,7 +226,7 @@ def test_thresholds_keep_the_tokens_and_cut_the_rollback():
     sure = torch.where(bad, 0.9, 0.05)
     probabilities = torch.stack([sure, 1 - sure, torch.zeros(400)], dim=1)
     none, everything = metrics.choose_thresholds(probabilities, samples, epsilon=0.4, max_token_loss=0.0)
-    verdict = metrics.verdict_by_thresholds(probabilities, none, everything)
+    verdict = metrics.prediction_by_thresholds(probabilities, none, everything)
     assert torch.equal(verdict == 0, bad)
     assert metrics.effect(samples, verdict, 0.4).rollback_tokens == 0
 
@@ -373,7 +373,7 @@ def test_evaluation_measures_every_method_on_unseen_prompts(target, draft, token
     ]
     assert {run["temperature"] for run in result["runs"]} == {0.0, 0.8}
     assert all(run["tokens_per_pass"] >= 1 and 0 <= run["rollback_rate"] <= 1 for run in result["runs"])
-    assert set(result["verdicts"]) >= {"head", "confidence", "first_confidence", "majority"}
+    assert set(result["predictions"]) >= {"head", "confidence", "first_confidence", "majority"}
     json.dumps(result)
     with pytest.raises(ValueError, match="the head was trained on"):
         evaluate(head, target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", settings, progress=False)

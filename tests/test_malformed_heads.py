@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import OPTConfig, OPTForCausalLM
 
 from hf_specbranch import LengthHead
-from hf_specbranch.heads import HeadError, resolve
+from hf_specbranch.heads import HeadError
+from hf_specbranch.heads import model as model_module
 
 from .heads import random_head
 from .hub_server import LoopbackHub
@@ -39,7 +40,7 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(resolve, "_HEADS", resolve.HeadStore(limit=8))
+        monkeypatch.setattr(model_module, "_HEADS", model_module.HeadStore(limit=8))
         yield hub
 
 

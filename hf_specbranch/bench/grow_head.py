@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..heads import LengthHead
-from ..heads.config import LengthHeadConfig
-from ..heads.identity import ModelIdentity
+from ..heads.config import LengthHeadConfig, ModelIdentity
 
 
 def grow_head(head: LengthHead, target: PreTrainedModel, draft: PreTrainedModel) -> LengthHead:

@@ -12,15 +12,12 @@ import typer
 from ..bench.prompts import python_prompts, read_prompts
 from ..heads import LengthHead
 from ..heads.collect import collect as run_collect
-from ..heads.config import FEATURES
-from ..heads.dataset import CollectSettings, Manifest
-from ..heads.evaluate import EvalSettings, evaluate
-from ..heads.expectation import Reading
+from ..heads.config import FEATURES, ModelIdentity
+from ..heads.dataset import CollectSettings, Manifest, read_texts
+from ..heads.evaluate import EvalSettings, eval_table, evaluate
 from ..heads.hub import search as search_hub
-from ..heads.identity import ModelIdentity
-from ..heads.pictures import check_pictures, save_pictures
-from ..heads.tables import eval_table
-from ..heads.texts import read_texts
+from ..heads.metrics import check_pictures, save_pictures
+from ..heads.network import Reading
 from ..heads.train import TrainSettings
 from ..heads.train import train as run_train
 from ..plots import save_rollback
@@ -137,7 +134,7 @@ def train(
     fitted = run_train(data, settings, device, progress=not as_json, reading=reading)
     fitted.head.save_pretrained(out)
     if pictures:
-        save_pictures(fitted, out)
+        save_pictures(fitted.history, fitted.confusion, out)
     report, config = fitted.report, fitted.head.config
     if as_json:
         print(json.dumps({"out": str(out), **report}))

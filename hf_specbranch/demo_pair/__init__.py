@@ -1,4 +1,4 @@
-"""A small target and two drafts of our own, inside the package: works with no network.
+"""A small target model and two draft models that come with the package, so that no network is needed.
 
 See `docs/demo_pair.md` for what they were trained on and how well they agree.
 """
@@ -6,13 +6,12 @@ See `docs/demo_pair.md` for what they were trained on and how well they agree.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from ..heads import LengthHead
+from ..heads import LengthHead
 
 FOLDERS = {"good": "draft", "weak": "weak"}
 HEADS = {"good": "head", "weak": "weak_head"}
@@ -71,6 +70,4 @@ def load_demo_pair(
     pair = load("target"), load(FOLDERS[draft]), tokenizer
     if not head:
         return pair
-    from ..heads import LengthHead
-
     return (*pair, LengthHead.from_pretrained(here / HEADS[draft]).to(device))

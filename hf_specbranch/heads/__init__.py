@@ -1,4 +1,4 @@
-"""Length heads: the trained part that says how a draft will fare before the target looks at it."""
+"""Length heads (H-RAD): small trained networks that predict how much of a draft the target will accept."""
 
 from .config import LengthHeadConfig
 from .model import LengthHead

@@ -1,4 +1,4 @@
-"""What a head is worth: how well it judges, and what that does to a generation."""
+"""Measure a head: how good its predictions are, and what they do to rollback and tokens per pass."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ from ..config import SpecBranchConfig
 from ..stats import SpecBranchStats
 from .collect import PairRunner, collect
 from .dataset import UNBOUNDED, CollectSettings, labels, prompts_record, read_samples
-from .inputs import HeadInputs
 from .metrics import (
     accuracy,
     best_confidence_threshold,
-    confidence_verdict,
+    confidence_prediction,
     confusion,
-    first_confidence_verdict,
+    first_confidence_prediction,
     macro_f1,
-    majority_verdict,
+    majority_class,
 )
 from .model import LengthHead
+from .network import HeadInputs
+
+ROW_NAMES = {
+    "head": "head",
+    "head_decisions": "head, as it decides",
+    "confidence": "best threshold on confidence",
+    "first_confidence": "best threshold on the first token's confidence",
+    "majority": "majority class",
+}
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,11 @@ class EvalSettings:
     """How a head is measured.
 
     Args:
-        temperatures: one round of measurements each; 0 is greedy.
-        max_new_tokens: a prompt.
+        temperatures: every method is measured at each; 0 is greedy.
+        max_new_tokens: tokens per prompt.
         batch_size: prompts at a time.
         max_branches: k_max.
-        seed: of the sampled runs.
+        seed: seed of the sampled runs.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
@@ -59,21 +67,21 @@ def evaluate(
     settings: EvalSettings,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Judge the head on prompts it never saw.
+    """Measure a head on prompts it was not trained on.
 
     Args:
         head: what to measure.
         target: its target.
-        draft: its draft.
-        tokenizer: theirs.
+        draft: its draft model.
+        tokenizer: the pair's.
         prompts: texts that were not used to train it.
         prompt_file: where they came from.
-        settings: how.
-        progress: show bars.
+        settings: how to measure.
+        progress: show progress bars.
 
     Returns:
-        `verdicts` (accuracy, macro-F1 and confusion of the head and of two baselines), `runs` (rollback rate and
-        tokens per target pass of each method at each temperature) and what was measured on.
+        `predictions` (accuracy, macro-F1 and confusion of the head and of two baselines), `runs` (rollback rate and
+        tokens per target pass of each method at each temperature) and the settings.
 
     Raises:
         ValueError: the head was made for another pair, or trained on these prompts.
@@ -82,8 +90,8 @@ def evaluate(
     record = prompts_record(prompt_file, [prompt.prompt for prompt in prompts])
     known = head.config.training.get("prompts", {})
     if record["sha256"] in [each.get("sha256") for each in known.get("sets", [known])]:
-        raise ValueError(f"the head was trained on {prompt_file}: measure it on prompts it never saw")
-    verdicts = judge_verdicts(head, target, draft, tokenizer, prompts, prompt_file, settings, progress)
+        raise ValueError(f"the head was trained on {prompt_file}: measure it on other prompts")
+    predictions = measure_predictions(head, target, draft, tokenizer, prompts, prompt_file, settings, progress)
     runs = measure_runs(head, target, draft, tokenizer, prompts, settings, progress)
     return {
         "prompts": record,
@@ -91,12 +99,12 @@ def evaluate(
         "gamma": head.config.gamma,
         "confidence_threshold": head.config.confidence_threshold,
         "seed": settings.seed,
-        "verdicts": verdicts,
+        "predictions": predictions,
         "runs": runs,
     }
 
 
-def judge_verdicts(
+def measure_predictions(
     head: LengthHead,
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -106,7 +114,7 @@ def judge_verdicts(
     settings: EvalSettings,
     progress: bool,
 ) -> dict[str, Any]:
-    """Accuracy and macro-F1 of the head's likeliest class and of baselines fitted to these very lines."""
+    """Return accuracy and macro-F1 of the head's likeliest class and of baselines fitted to these very drafts."""
     config = head.config
     wanted = CollectSettings(
         gamma=config.gamma,
@@ -128,27 +136,27 @@ def judge_verdicts(
     device = head.mean.device
     with torch.no_grad():
         logits = head.eval()(inputs.to(device)).cpu()
-        decided = head.verdict(inputs.to(device)).cpu()
+        decided = head.predict(inputs.to(device)).cpu()
     threshold = best_confidence_threshold(samples, truth)
-    said = {
+    predictions = {
         "head": logits.argmax(-1),
         "head_decisions": decided,
-        "confidence": confidence_verdict(samples, threshold),
-        "first_confidence": first_confidence_verdict(samples, truth),
-        "majority": torch.full_like(truth, majority_verdict(truth)),
+        "confidence": confidence_prediction(samples, threshold),
+        "first_confidence": first_confidence_prediction(samples, truth),
+        "majority": torch.full_like(truth, majority_class(truth)),
     }
     return {
-        "lines": len(truth),
+        "drafts": len(truth),
         "confidence_threshold": threshold,
-        **{name: _scores(truth, verdict) for name, verdict in said.items()},
+        **{name: _scores(truth, prediction) for name, prediction in predictions.items()},
     }
 
 
-def _scores(truth: Tensor, verdict: Tensor) -> dict[str, Any]:
+def _scores(truth: Tensor, prediction: Tensor) -> dict[str, Any]:
     return {
-        "accuracy": accuracy(truth, verdict),
-        "macro_f1": macro_f1(truth, verdict),
-        "confusion": confusion(truth, verdict).tolist(),
+        "accuracy": accuracy(truth, prediction),
+        "macro_f1": macro_f1(truth, prediction),
+        "confusion": confusion(truth, prediction).tolist(),
     }
 
 
@@ -161,7 +169,7 @@ def measure_runs(
     settings: EvalSettings,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """Each method at each temperature over all prompts, same gamma, same seeds."""
+    """Run each method at each temperature over all prompts, with the same gamma and the same seeds."""
     config = SpecBranchConfig(
         policy="specbranch",
         max_draft_length=head.config.gamma,
@@ -217,3 +225,23 @@ COUNTS = (
 def _add(total: SpecBranchStats, part: SpecBranchStats) -> None:
     for name in COUNTS:
         setattr(total, name, getattr(total, name) + getattr(part, name))
+
+
+def eval_table(result: dict[str, Any]) -> str:
+    """Format the result of `evaluate` as two tables: predictions, and their effect on decoding."""
+    predictions = result["predictions"]
+    lines = [
+        f"{result['prompts']['number']} prompts of {result['prompts']['file']}, {result['max_new_tokens']} new tokens, "
+        f"gamma {result['gamma']}, epsilon {result['confidence_threshold']}, seed {result['seed']}",
+        "",
+        f"{'predictions for ' + format(predictions['drafts'], ',') + ' drafts':48s} macro-F1  accuracy",
+    ]
+    for name, words in ROW_NAMES.items():
+        lines.append(f"{words:48s} {predictions[name]['macro_f1']:8.3f}  {predictions[name]['accuracy']:8.3f}")
+    lines += ["", f"{'temperature':12s} {'method':24s} rollback rate  tokens per pass  branch hits"]
+    for run in result["runs"]:
+        lines.append(
+            f"{run['temperature']:<12} {run['method']:24s} {run['rollback_rate']:13.3f}  "
+            f"{run['tokens_per_pass']:15.3f}  {run['branch_hit_rate']:11.3f}"
+        )
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A head on disk: config.json, model.safetensors and a model card. No pickle anywhere."""
+"""A head on disk: config.json, model.safetensors and a model card. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,66 +18,69 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .card import model_card
 from .config import LengthHeadConfig
-from .model import LengthHead
+from .network import HeadNetwork
 from .validation import HeadError, check_depth, check_tensors, shown
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 HASH = "weights_sha256"
+TAGS = ("specbranch", "speculative-decoding", "length-head")  # of a model card
 LARGEST_CONFIG = 2**20  # bytes
 LARGEST_HEADER = 2**22  # bytes of a safetensors header: the tensors' names, and the config once more
 MOST_WEIGHTS = 2**28
 REMEDY = "download it again, or save the head again"
 
 
-def save(head: LengthHead, folder: Path) -> Path:
-    """Write the three files, each under a temporary name first, so that none is ever half there.
+def save(head: HeadNetwork, folder: Path) -> Path:
+    """Write the three files, each under a temporary name first, so that none is ever incomplete.
 
     Args:
         head: what to save.
-        folder: made if missing; an older head in it is replaced.
+        folder: created if missing; an older head in it is replaced.
 
     Returns:
         The folder.
     """
-    from hf_specbranch import __version__
-
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: give a folder to save the head in")
     folder.mkdir(parents=True, exist_ok=True)
-    config = replace(head.config, library_version=__version__)
+    config = replace(head.config, library_version=_library_version())
     tensors = {name: tensor.detach().cpu().float().contiguous() for name, tensor in head.state_dict().items()}
     record = {**config.to_dict(), HASH: content_hash(tensors)}
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-    with tempfile.TemporaryDirectory(dir=folder) as draft:
-        save_file(tensors, Path(draft) / WEIGHTS, metadata={"format": "pt", "config": json.dumps(record)})
-        (Path(draft) / CONFIG).write_text(text, encoding="utf-8")
-        (Path(draft) / CARD).write_text(model_card(config), encoding="utf-8")
-        os.chmod(Path(draft) / WEIGHTS, (Path(draft) / CONFIG).stat().st_mode)  # safetensors makes it private
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        save_file(tensors, Path(temporary) / WEIGHTS, metadata={"format": "pt", "config": json.dumps(record)})
+        (Path(temporary) / CONFIG).write_text(text, encoding="utf-8")
+        (Path(temporary) / CARD).write_text(model_card(config), encoding="utf-8")
+        os.chmod(
+            Path(temporary) / WEIGHTS, (Path(temporary) / CONFIG).stat().st_mode
+        )  # safetensors creates it readable by its owner only
         for name in (WEIGHTS, CONFIG, CARD):
-            os.replace(Path(draft) / name, folder / name)
+            os.replace(Path(temporary) / name, folder / name)
     return folder
 
 
-def load(folder: Path) -> LengthHead:
-    """Read a head, and refuse one that is not as it was written.
+def _library_version() -> str:
+    try:
+        return version("hf_specbranch")
+    except PackageNotFoundError:  # run from its source, not installed
+        return ""
 
-    Nothing is built before the config is valid and the tensors in the file have the names, types and shapes it implies.
+
+def read(folder: Path) -> tuple[LengthHeadConfig, dict[str, Tensor]]:
+    """Read the config and the weights of a head; refuse files that are not as they were written.
+
+    No tensor is read before the config is valid and the file has the names, types and shapes that it implies.
 
     Raises:
         HeadError: a file is missing, truncated, altered or of another kind.
     """
     config, record = read_config(folder / CONFIG)
-    tensors = _read_weights(folder / WEIGHTS, config, record)
-    with torch.device("meta"):  # the weights come from the file
-        head = LengthHead(config)
-    head.load_state_dict(tensors, strict=True, assign=True)
-    return head.eval()
+    return config, _read_weights(folder / WEIGHTS, config, record)
 
 
 def read_config(path: Path) -> tuple[LengthHeadConfig, dict[str, Any]]:
-    """The config of a head, and the record it was read from.
+    """Read the config of a head; return it with the JSON record.
 
     Raises:
         HeadError: it does not describe a head this version can read.
@@ -94,20 +98,20 @@ def read_config(path: Path) -> tuple[LengthHeadConfig, dict[str, Any]]:
 
 
 def weight_shapes(config: LengthHeadConfig, where: str) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of such a head, without a single weight in memory.
+    """Return the shape of each tensor of a head with this config, without allocating weights.
 
     Raises:
-        HeadError: they are larger than those of any head.
+        HeadError: the head would be larger than any real one.
     """
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in LengthHead(config).state_dict().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in HeadNetwork(config).state_dict().items()}
     if (number := _count(shapes)) > MOST_WEIGHTS:
         raise HeadError(f"{where} describes a head of {number:,} weights: expected at most {MOST_WEIGHTS:,}")
     return shapes
 
 
 def largest_file(shapes: dict[str, tuple[int, ...]]) -> int:
-    """The most bytes that weights of these shapes take in a file."""
+    """Return the largest file size, in bytes, for weights of these shapes."""
     return 4 * _count(shapes) + LARGEST_HEADER
 
 
@@ -116,7 +120,7 @@ def _count(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def content_hash(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names, shapes and bytes."""
+    """Return the SHA-256 over the names, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -126,7 +130,7 @@ def content_hash(tensors: dict[str, Tensor]) -> str:
 
 
 def _read_weights(path: Path, config: LengthHeadConfig, record: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors, after the file's header has been compared with the config."""
+    """Read the tensors after comparing the file's header with the config."""
     shapes = weight_shapes(config, str(path.with_name(CONFIG)))
     _check_file(path, largest_file(shapes))
     try:
@@ -153,7 +157,7 @@ def _read_weights(path: Path, config: LengthHeadConfig, record: dict[str, Any]) 
 
 
 def _check_file(path: Path, largest: int) -> None:
-    """Refuse what is no plain file or too large to be what it should be."""
+    """Refuse what is no plain file, or too large."""
     try:
         state = path.stat()
     except OSError as error:
@@ -168,7 +172,7 @@ def _check_file(path: Path, largest: int) -> None:
 
 
 def _parse(content: bytes | str) -> Any:
-    """JSON that can be compared and written again.
+    """Parse JSON that is flat enough to be compared and written again.
 
     Raises:
         ValueError, RecursionError: it is not JSON, or nested too deeply.
@@ -179,8 +183,94 @@ def _parse(content: bytes | str) -> Any:
 
 
 def _same_config(record: dict[str, Any], repeated: str) -> bool:
-    """Whether the weights' metadata repeat the config; as text, since NaN is not equal to itself."""
+    """Whether the weights' metadata repeat the config. They are compared as text: NaN is not equal to itself."""
     try:
         return json.dumps(_parse(repeated), sort_keys=True) == json.dumps(record, sort_keys=True)
     except (ValueError, RecursionError):
         return False
+
+
+def model_card(config: LengthHeadConfig, repo_id: str | None = None) -> str:
+    """Return a model card: Markdown with the metadata by which the Hub finds the head.
+
+    Args:
+        config: the head's.
+        repo_id: the repository it is uploaded to, for the code example.
+    """
+    target, draft = config.target, config.draft
+    header = ["---", "library_name: hf_specbranch", "tags:", *(f"- {tag}" for tag in TAGS)]
+    header += ["base_model:", f"- {target.id}", f"- {draft.id}", "base_model_relation: adapter", "---"]
+    body = [
+        f"# Length head for {target.id} with {draft.id}",
+        "Predicts, before the target verifies a draft, whether none, some or all of it will be accepted (H-RAD), so "
+        "that [SpecBranch](https://arxiv.org/abs/2506.01979) decoding rolls back less. It never changes the output: "
+        "what it holds back is kept and verified later.",
+        "## Use",
+        _snippet(config, repo_id),
+        "## The pair",
+        _pair_table(config),
+        f"Tokenizer vocabulary, SHA-256: `{config.tokenizer_hash or 'unknown'}`.",
+        "## The head",
+        f"Reads {', '.join(config.features)} ({config.input_size} numbers: the target's last {config.num_layers} "
+        f"layers, the first {config.drafted_tokens} drafted tokens, {config.gamma} positions); linear layers of "
+        f"{', '.join(map(str, config.layer_sizes))} and 3 with ReLU. Predicts *none* where its probability exceeds "
+        f"{config.none_threshold}, else *all* above {config.all_threshold}, else *some*.",
+        *_training(config.training),
+        *_measured(config.training.get("measured")),
+    ]
+    return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
+
+
+def _snippet(config: LengthHeadConfig, repo_id: str | None) -> str:
+    name = repo_id or "path/to/this/head"
+    return (
+        "```python\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from hf_specbranch import specbranch\n\n"
+        f'target = AutoModelForCausalLM.from_pretrained("{config.target.id}")\n'
+        f'draft = AutoModelForCausalLM.from_pretrained("{config.draft.id}")\n'
+        f'model = specbranch(target, draft=draft, head="{name}")\n'
+        "out = model.generate(**inputs)\n"
+        "```"
+    )
+
+
+def _pair_table(config: LengthHeadConfig) -> str:
+    rows = ["| | target | draft |", "|---|---|---|"]
+    for name in config.target.to_dict():
+        ours, theirs = getattr(config.target, name), getattr(config.draft, name)
+        rows.append(f"| {name} | {ours or 'unknown'} | {theirs or 'unknown'} |")
+    return "\n".join(rows)
+
+
+def _training(record: dict[str, Any]) -> list[str]:
+    if "macro_f1" not in record:
+        return []
+    prompts, f1, accuracy = record["prompts"], record["macro_f1"], record["accuracy"]
+    rows = ["| on held-out prompts | macro-F1 | accuracy |", "|---|---|---|"]
+    names = {"head": "the head", "confidence": "best threshold on confidence", "majority": "majority class"}
+    rows += [f"| {words} | {f1[name]:.3f} | {accuracy[name]:.3f} |" for name, words in names.items()]
+    none, some, everything = record["classes"]
+    return [
+        "## Training",
+        f"{record['lines']:,} drafts ({none:,} none, {some:,} some, {everything:,} all accepted) from "
+        f"{prompts['number']} prompts (`{prompts['file']}`, SHA-256 `{prompts['sha256'][:16]}`) at temperatures "
+        f"{', '.join(map(str, record['temperatures']))}; {record['held_out_lines']:,} drafts held out by prompt.",
+        "\n".join(rows),
+    ]
+
+
+def _measured(record: dict[str, Any] | None) -> list[str]:
+    """Return the table of `head eval`, if it was run."""
+    if not record:
+        return []
+    rows = ["| temperature | method | rollback rate | tokens per target pass |", "|---|---|---|---|"]
+    for entry in record["runs"]:
+        rollback, tokens = entry["rollback_rate"], entry["tokens_per_pass"]
+        rows.append(f"| {entry['temperature']} | {entry['method']} | {rollback:.3f} | {tokens:.3f} |")
+    return [
+        "## Measured",
+        f"{record['prompts']['number']} prompts (`{record['prompts']['file']}`) not used in training, "
+        f"{record['max_new_tokens']} new tokens each.",
+        "\n".join(rows),
+    ]

@@ -24,10 +24,20 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from .card import TAGS, model_card
 from .config import LengthHeadConfig
-from .files import CARD, CONFIG, LARGEST_CONFIG, WEIGHTS, largest_file, load, read_config, save, weight_shapes
-from .model import LengthHead
+from .files import (
+    CARD,
+    CONFIG,
+    LARGEST_CONFIG,
+    TAGS,
+    WEIGHTS,
+    largest_file,
+    model_card,
+    read_config,
+    save,
+    weight_shapes,
+)
+from .network import HeadNetwork
 from .validation import HeadError, HeadUnavailableError
 
 Accept = Callable[[LengthHeadConfig], None]  # raises HeadError if a head with this config is not wanted
@@ -40,10 +50,10 @@ def locate(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The folder with a head's files: the given one, or one in the cache after a download.
+    """Return the folder with a head's files: the given one, or one in the cache after a download.
 
     Raises:
-        HeadUnavailableError: it is neither a folder nor a repository that can be read; says why and what to do.
+        HeadUnavailableError: it is neither a folder nor a repository that can be read.
         HeadError: what the repository holds is no head.
     """
     if not isinstance(name_or_path, (str, Path)):
@@ -75,12 +85,12 @@ def download(
     local_files_only: bool = False,
     accept: Accept | None = None,
 ) -> Path:
-    """The folder in the cache with a repository's head.
+    """Download a repository's head; return its folder in the cache.
 
-    The config comes first. The weights follow if it is valid, accepted, and their size is what it implies.
+    The config comes first. The weights follow if it is valid and accepted, and if their size is plausible.
 
     Raises:
-        HeadUnavailableError: there is none, or no connection; says why and what to do.
+        HeadUnavailableError: there is none, or no connection.
         HeadError: what the repository holds is no head, or it was not accepted.
     """
 
@@ -110,16 +120,16 @@ def download(
 
 
 def _endpoint() -> str | None:
-    """Read at each call, so that it need not be set before the first import."""
+    """Return the Hub's address. It is read at each call, so it need not be set before the first import."""
     return os.environ.get("HF_ENDPOINT") or None
 
 
 def reachable(timeout: float = 3.0) -> bool:
-    """Whether the Hub answers at all. The client tries for half a minute before it looks into the cache."""
+    """Whether the Hub answers. The client itself tries for half a minute before it reads the cache."""
     if constants.HF_HUB_OFFLINE:
         return False
     if getproxies():
-        return True  # then only the proxy can tell
+        return True  # only the proxy can tell
     address = urlsplit(_endpoint() or constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
@@ -130,9 +140,9 @@ def reachable(timeout: float = 3.0) -> bool:
 
 
 def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
-    """An error of the client in one sentence, with a remedy."""
+    """Return an error of the client as one sentence, with a remedy."""
     if isinstance(error, GatedRepoError):
-        return f"access to {repo_id} must be asked for on its page; then log in with `hf auth login`"
+        return f"access to {repo_id} must be requested on its page; then log in with `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no repository {repo_id}, or it is private: check the name, or log in with `hf auth login`"
     if isinstance(error, RevisionNotFoundError):
@@ -150,8 +160,8 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
     return f"the download of {repo_id} failed ({type(error).__name__}: {error}): try again"
 
 
-def push(head: LengthHead, repo_id: str, private: bool, token: str | bool | None, revision: str | None) -> str:
-    """Upload a head's files in one commit; returns the commit's address."""
+def push(head: HeadNetwork, repo_id: str, private: bool, token: str | bool | None, revision: str | None) -> str:
+    """Upload a head's files in one commit; return the commit's address."""
     if not reachable():
         raise OSError(f"could not upload the head to {repo_id}: the Hub cannot be reached; check the network")
     api = HfApi(endpoint=_endpoint(), token=token, library_name="hf_specbranch")
@@ -180,7 +190,7 @@ class Found:
 
 
 def search(target_id: str, draft_id: str | None = None, token: str | bool | None = None) -> list[Found]:
-    """Heads tagged for a target, those for this draft first, then by downloads.
+    """Return the heads tagged for a target: those for this draft first, then by downloads.
 
     Args:
         target_id: repository id.
@@ -208,12 +218,3 @@ def search(target_id: str, draft_id: str | None = None, token: str | bool | None
         for model in models
     ]
     return sorted(found, key=lambda head: (not head.for_draft, -head.downloads, -head.likes, head.repo_id))
-
-
-def load_found(head: Found, accept: Accept) -> LengthHead:
-    """Download a head that a search found, at the revision it found.
-
-    Raises:
-        HeadUnavailableError, HeadError: as `download`.
-    """
-    return load(download(head.repo_id, head.revision, accept=accept))

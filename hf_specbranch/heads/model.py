@@ -1,31 +1,36 @@
-"""The length head: a small MLP that says how a drafted line will fare."""
+"""The length head as users meet it: loaded by name, checked against a pair, and bound to a target as a hook."""
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..decoding.hooks import LengthHeadHook
-from .config import LengthHeadConfig
-from .expectation import Expectation
-from .identity import ModelIdentity
+from . import hub
+from .cache import LeastRecentlyUsed
+from .config import DEMO_HEADS, LengthHeadConfig, ModelIdentity, tokenizer_hash
+from .files import WEIGHTS, read, save
+from .folded import BoundHead
+from .network import HeadNetwork
+from .validation import HeadError, HeadUnavailableError
 
-CLASSES = ("none", "some", "all")
-NONE, SOME, ALL = range(3)
-LEAST_THRESHOLD = 2.0**-20  # a lower one counts as this: smaller probabilities are rounding
-SCORE_RANGE, SCORE_SCALE = (-20.0, 5.0), 4.0  # of what the target is thought to expect, near a log-probability
+logger = logging.getLogger("hf_specbranch")
+PairKey = tuple[ModelIdentity, ModelIdentity, str | None]  # target, draft and the hash of their vocabulary
 
 
-class LengthHead(nn.Module):
-    """Says of a drafted line 0 (nothing of it will be accepted), 1 (some of it) or 2 (all of it).
+class LengthHead(HeadNetwork):
+    """Predicts, before the target verifies a draft, whether none (0), some (1) or all (2) of it will be accepted.
 
-    It is given to `generate(length_head=head)` or `specbranch(model, head=head)`. A head cannot make the output
-    wrong: it decides what is sent to the target in this round, and what is not sent is kept.
+    It is the H-RAD of the paper: 0 sends nothing, 2 sends the whole draft, 1 lets confidence decide. Pass it to
+    `generate(length_head=head)` or `specbranch(model, head=head)`. A head cannot make the output wrong: it decides
+    what is sent to the target in this round, and what is not sent is kept.
 
     Args:
         config: its inputs and sizes.
@@ -37,68 +42,8 @@ class LengthHead(nn.Module):
         >>> out = model.generate(**tokenizer("def add(a, b):", return_tensors="pt"), max_new_tokens=16)
     """
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, config: LengthHeadConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("mean", torch.zeros(config.input_size))
-        self.register_buffer("std", torch.ones(config.input_size))
-        sizes = (config.input_size, *config.layer_sizes)
-        if config.matches:
-            self.expectation = Expectation(
-                config.context_size,
-                config.target.hidden_size,
-                config.drafted_tokens,
-                config.query_size,
-                config.match_size,
-            )
-            narrow = config.input_size - config.context_size - config.feature_sizes["drafted"]
-            sizes = (narrow + config.drafted_tokens, *config.layer_sizes)
-        layers: list[nn.Module] = []
-        for width_in, width_out in zip(sizes, sizes[1:]):
-            layers += [nn.Linear(width_in, width_out), nn.ReLU(), nn.Dropout(config.dropout)]
-        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], len(CLASSES)))
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits [N, 3] from the features [N, F] of `HeadInputs.matrix`."""
-        x = (features - self.mean) / self.std
-        if self.config.matches:
-            x = self._match(x, features)
-        logits: Tensor = self.layers(x)
-        return logits
-
-    @property
-    def token_scale(self) -> Tensor:
-        """[1] by which embeddings of drafted tokens are divided: one number for all, and nothing stays at 0."""
-        first = self.config.context_size
-        return self.std[first : first + 1]
-
-    def _match(self, x: Tensor, features: Tensor) -> Tensor:
-        """In place of state and tokens: does the state expect this token? A number for each of the first tokens."""
-        config = self.config
-        context, _, narrow = torch.split(x, self._blocks(x), dim=1)
-        _, drafted, _ = torch.split(features, self._blocks(x), dim=1)
-        drafted = drafted.reshape(x.shape[0], config.drafted_tokens, -1)
-        scores = self.expectation(self.dropout(context), drafted / self.token_scale)
-        there = (drafted != 0).any(-1)  # a line may be shorter
-        return torch.cat([narrow, torch.where(there, scores.clamp(*SCORE_RANGE) / SCORE_SCALE, 0.0)], dim=1)
-
-    def _blocks(self, x: Tensor) -> list[int]:
-        """Widths of the target's state, the drafted tokens, and the rest."""
-        sizes = [self.config.context_size, self.config.feature_sizes["drafted"]]
-        return [*sizes, x.shape[1] - sum(sizes)]
-
-    def verdict(self, features: Tensor) -> Tensor:
-        """[N] 0, 1 or 2, by the thresholds in the config."""
-        return verdict_by_thresholds(self(features).softmax(-1), self.config.none_threshold, self.config.all_threshold)
-
     def bind(self, target: PreTrainedModel) -> LengthHeadHook:
-        """The head as a hook of the engine, on the target's device, reading the target's embeddings."""
-        from .folded import BoundHead
-
+        """Return the head as a hook, on the target's device, reading the target's embeddings."""
         embeddings = target.get_input_embeddings()
         self.to(next(embeddings.parameters()).device).eval()
         return LengthHeadHook(BoundHead(self, embeddings))
@@ -107,9 +52,9 @@ class LengthHead(nn.Module):
         """Refuse a pair the head was not trained for.
 
         Args:
-            target: the model it would read.
-            draft: the model it would judge.
-            tokenizer: theirs; compared by its vocabulary if the head knows one.
+            target: the model whose states it would read.
+            draft: the model whose drafts it would judge.
+            tokenizer: the pair's; compared by its vocabulary if the head knows one.
 
         Raises:
             HeadError: naming each field that rules the pair out. Where only an id or a revision differs, that is a
@@ -127,9 +72,7 @@ class LengthHead(nn.Module):
             )
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json, model.safetensors and a model card; see `hf_specbranch.heads.files.save`."""
-        from .files import save
-
+        """Write config.json, model.safetensors and a model card; return the folder."""
         return save(self, Path(folder))
 
     @classmethod
@@ -144,36 +87,123 @@ class LengthHead(nn.Module):
         """Load a head from a folder or from the Hub.
 
         Args:
-            name_or_path: a folder, or a repository id, with a revision behind an @ if one is to be pinned.
+            name_or_path: a folder, or a repository id; `org/head@revision` pins a revision.
             revision: branch, tag or commit, as an alternative to the @.
             token: for private repositories; by default the one you logged in with.
             cache_dir: where downloads are kept.
-            local_files_only: do not ask the network.
+            local_files_only: do not use the network.
 
         Raises:
-            OSError: it cannot be had: not there, no access, no connection.
+            OSError: it is not available: no such repository, no access, no connection.
             ValueError: it is damaged, or no head this version can read (`HeadError`).
 
         Example:
             >>> from hf_specbranch import LengthHead
             >>> head = LengthHead.from_pretrained("org/some-head@v1")  # doctest: +SKIP
         """
-        from .files import load
-        from .hub import locate
+        return cls._from_folder(hub.locate(name_or_path, revision, token, cache_dir, local_files_only))
 
-        return load(locate(name_or_path, revision, token, cache_dir, local_files_only))
+    @classmethod
+    def _from_folder(cls, folder: Path) -> LengthHead:
+        config, tensors = read(folder)
+        with torch.device("meta"):  # the weights come from the file
+            head = cls(config)
+        head.load_state_dict(tensors, strict=True, assign=True)
+        return head.eval()
 
     def push_to_hub(
         self, repo_id: str, private: bool = False, token: str | bool | None = None, revision: str | None = None
     ) -> str:
-        """Upload the head with its model card; returns the address of the commit."""
-        from .hub import push
-
-        return push(self, repo_id, private, token, revision)
+        """Upload the head with its model card; return the address of the commit."""
+        return hub.push(self, repo_id, private, token, revision)
 
 
-def verdict_by_thresholds(probabilities: Tensor, none_threshold: float, all_threshold: float) -> Tensor:
-    """[N] 0 where P(none) is above its threshold, else 2 where P(all) is above its, else 1; from [N, 3]."""
-    none, _, everything = probabilities.unbind(1)
-    none_threshold, all_threshold = max(none_threshold, LEAST_THRESHOLD), max(all_threshold, LEAST_THRESHOLD)
-    return (SOME + (everything > all_threshold)) * (none <= none_threshold)  # 0 is none, and 2 is some and one more
+class HeadStore:
+    """Heads that were loaded from a folder or found on the Hub; those used last are kept.
+
+    Args:
+        limit: how many of each are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._loaded: LeastRecentlyUsed[tuple[str, int], LengthHead] = LeastRecentlyUsed(limit)
+        self._found: LeastRecentlyUsed[PairKey, LengthHead | None] = LeastRecentlyUsed(limit)
+
+    def named(self, name: str) -> LengthHead:
+        """Load a head by folder or repository id; load it again if its file has changed."""
+        folder = hub.locate(name)
+        return self._loaded.get((str(folder), _changed(folder)), lambda _: LengthHead._from_folder(folder))
+
+    def for_pair(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
+        """Return the best head on the Hub for a pair, or None; each pair is searched and reported once."""
+        vocabulary = None if tokenizer is None else tokenizer_hash(tokenizer)
+        pair = (ModelIdentity.of(target), ModelIdentity.of(draft), vocabulary)
+        return self._found.get(pair, lambda _: self._first_that_fits(target, draft, tokenizer))
+
+    def _first_that_fits(self, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any) -> LengthHead | None:
+        """Return the first candidate that is valid and made for this pair; log why the others are skipped."""
+
+        def attempt(name: str, load: Callable[[], LengthHead]) -> LengthHead | None:
+            try:
+                return load()
+            except (HeadError, HeadUnavailableError) as error:
+                logger.warning("length_head='auto': skipping %s: %s", name, error)
+                return None
+
+        def accept(config: LengthHeadConfig) -> None:
+            config.check_fit(target, draft, tokenizer)
+
+        def embedded(folder: Path) -> LengthHead:
+            head = self.named(str(folder))
+            accept(head.config)
+            return head
+
+        def published(found: hub.Found) -> LengthHead:
+            return LengthHead._from_folder(hub.download(found.repo_id, found.revision, accept=accept))
+
+        pair = (ModelIdentity.of(target).id, ModelIdentity.of(draft).id)
+        if pair in DEMO_HEADS and (head := attempt("the embedded head", partial(embedded, DEMO_HEADS[pair]))):
+            return head
+        try:
+            candidates = [found for found in hub.search(*pair) if found.for_draft]
+        except OSError as error:
+            logger.warning("length_head='auto': %s; going on without a head", error)
+            return None
+        for candidate in candidates:
+            if head := attempt(candidate.repo_id, partial(published, candidate)):
+                logger.warning("length_head='auto': using %s at revision %s", candidate.repo_id, candidate.revision)
+                return head
+        logger.warning("length_head='auto': no head for %s with %s on the Hub; going on without one", *pair)
+        return None
+
+
+def _changed(folder: Path) -> int:
+    try:
+        return (folder / WEIGHTS).stat().st_mtime_ns
+    except OSError:  # loading says what is wrong
+        return 0
+
+
+_HEADS = HeadStore(limit=16)
+
+
+def resolve_head(given: Any, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None) -> Any:
+    """Turn what a user passed as `length_head` into a hook or callable, or None.
+
+    Args:
+        given: None, a callable or hook (returned as it is), a `LengthHead`, a folder, a repository id with or
+            without `@revision`, or "auto".
+        target: the model whose states the head reads.
+        draft: the model whose drafts it judges.
+        tokenizer: the pair's, if at hand.
+
+    Raises:
+        HeadUnavailableError: a named head is not available.
+        HeadError: it is damaged or made for another pair.
+    """
+    if isinstance(given, str):
+        given = _HEADS.for_pair(target, draft, tokenizer) if given == "auto" else _HEADS.named(given)
+    if not isinstance(given, LengthHead):
+        return given
+    given.check_pair(target, draft, tokenizer)
+    return given.bind(target)

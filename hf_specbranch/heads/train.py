@@ -1,4 +1,4 @@
-"""Fitting a head to recorded lines."""
+"""Fit a head to recorded drafts, and first, if there are any, to texts that the target has read."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from tqdm.auto import tqdm
 
 from .config import FEATURES, LengthHeadConfig
 from .dataset import Manifest, labels, read_folders
-from .expectation import Reading, learn_expectation
-from .inputs import HeadInputs
 from .metrics import (
     accuracy,
     best_confidence_threshold,
     choose_thresholds,
-    confidence_verdict,
+    confidence_prediction,
     confusion,
     macro_f1,
-    majority_verdict,
+    majority_class,
 )
-from .model import CLASSES, LengthHead
+from .model import LengthHead
+from .network import CLASSES, Expectation, HeadInputs, Reading
 
-TEXT_DROPOUT = 0.1  # on the target's states while reading
-AFTER_TEXTS = 0.1  # learning rate of what was learnt from texts, as a part
-LARGEST_CLASS_WEIGHT = 20.0  # a class seen a handful of times must not drown the others
+TEXT_DROPOUT = 0.1  # on the target's states while learning from texts
+AFTER_TEXTS = 0.1  # factor on the learning rate of what was learnt from texts
+LARGEST_CLASS_WEIGHT = 20.0  # a very rare class must not dominate the loss
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,16 @@ class TrainSettings:
         query_size: see `LengthHeadConfig`.
         layer_sizes: widths of its hidden layers.
         dropout: on them, and on the target's features.
-        epochs: at most.
+        epochs: the largest number of epochs.
         patience: stop after this many epochs without a better macro-F1 on the held-out prompts.
-        batch_size: lines a step.
+        batch_size: drafts per step.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
-        held_out: part of the prompts kept for early stopping and for choosing the thresholds.
-        text_epochs: over the positions of the texts, if texts were read.
-        max_token_loss: how much of the tokens per pass the thresholds may give up for less rollback.
+        held_out: fraction of the prompts kept for early stopping and for choosing the thresholds.
+        text_epochs: epochs over the positions of the texts, if texts were read.
+        max_token_loss: fraction of the tokens per pass that the thresholds may give up for less rollback.
         aim: what the thresholds are chosen for, "rollback" or "tokens"; see `metrics.choose_thresholds`.
-        seed: of the split, the weights and the order.
+        seed: seed of the split, the weights and the order.
     """
 
     features: tuple[str, ...] = FEATURES
@@ -76,10 +75,10 @@ class TrainSettings:
 
 @dataclass
 class Fitted:
-    """A head and how it came about."""
+    """A head and how its training went."""
 
     head: LengthHead
-    history: list[dict[str, float]]  # one entry an epoch
+    history: list[dict[str, float]]  # one entry per epoch
     confusion: Tensor  # [3, 3] on the held-out prompts
     report: dict[str, Any]
 
@@ -91,15 +90,15 @@ def train(
     progress: bool = True,
     reading: Reading | None = None,
 ) -> Fitted:
-    """Fit a head to the lines in one or more folders; the same seed gives the same head.
+    """Fit a head to the drafts in one or more folders; the same seed gives the same head.
 
     Args:
         data: folders written by `collect` with the same pair and settings.
-        settings: how.
+        settings: how to fit.
         device: where to fit.
-        progress: show a bar.
-        reading: texts as the target saw them (`texts.read_texts`), to teach the head first what the target's states
-            expect; without, it learns that from the lines alone.
+        progress: show a progress bar.
+        reading: texts as the target saw them (`dataset.read_texts`), from which the head first learns which tokens the
+            target's states predict; without, it learns that from the drafts alone.
 
     Returns:
         The head of the best epoch, its thresholds chosen on the held-out prompts.
@@ -116,42 +115,42 @@ def train(
     head = LengthHead(config).to(device)
     _standardise(head, x[fit])
     if reading is not None and config.matches:
-        _read_first(head, reading, settings, progress)
+        _fit_to_texts(head, reading, settings, progress)
     history = _fit(head, x.to(device), truth.to(device), fit, held, settings, progress, reading is not None)
     head = head.cpu().eval()
     with torch.no_grad():
         head.layers[-1].bias.add_(best_offsets(head(x[fit]), truth[fit]))  # type: ignore[operator]
-    held_lines = {name: values[held] for name, values in samples.items()}
+    held_drafts = {name: values[held] for name, values in samples.items()}
     with torch.no_grad():
         probabilities = head(x[held]).softmax(-1)
     thresholds = choose_thresholds(
-        probabilities, held_lines, config.confidence_threshold, settings.max_token_loss, settings.aim
+        probabilities, held_drafts, config.confidence_threshold, settings.max_token_loss, settings.aim
     )
-    verdict = probabilities.argmax(-1)
-    report = _report(manifest, samples, truth, fit, held, verdict, settings, len(history))
+    prediction = probabilities.argmax(-1)
+    report = _report(manifest, samples, truth, fit, held, prediction, settings, len(history))
     head.config = replace(config, none_threshold=thresholds[0], all_threshold=thresholds[1], training=report)
-    return Fitted(head, history, confusion(truth[held], verdict), report)
+    return Fitted(head, history, confusion(truth[held], prediction), report)
 
 
 def split_by_prompt(prompt: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the lines to fit and of those held out; no prompt is on both sides."""
+    """Return the indices of the drafts to fit and of those held out; no prompt is on both sides."""
     numbers = torch.tensor(sorted(set(prompt.tolist())))
     if len(numbers) < 2:
-        raise ValueError(f"the lines come from {len(numbers)} prompt: at least 2 are needed to hold some out")
+        raise ValueError(f"the drafts come from {len(numbers)} prompt: at least 2 are needed to hold some out")
     order = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))]
     held = torch.isin(prompt, order[: max(1, min(len(order) - 1, round(held_out * len(order))))])
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 
 def best_offsets(logits: Tensor, truth: Tensor) -> Tensor:
-    """[3] what to add to logits [N, 3] for the highest macro-F1 of the likeliest class.
+    """Return [3], the offsets to logits [N, 3] with the highest macro-F1 of the likeliest class.
 
-    Fitting with classes weighted equally makes every class as likely as the others, which is not where the macro-F1 is
-    highest: there the rarer classes are named less often.
+    Training with equal class weights predicts every class equally often. The macro-F1 is highest where rarer classes
+    are predicted less often.
     """
     steps = [step / 10 for step in range(-6, 7)]
     choices = [torch.tensor([none, 0.0, everything]) for none in steps for everything in steps]
-    choices.sort(key=lambda offsets: float(offsets.abs().sum()))  # of equals, the smallest
+    choices.sort(key=lambda offsets: float(offsets.abs().sum()))  # of equally good ones, the smallest
     return max(choices, key=lambda offsets: macro_f1(truth, (logits + offsets).argmax(-1)))
 
 
@@ -173,19 +172,19 @@ def _config(manifest: Manifest, settings: TrainSettings) -> LengthHeadConfig:
 
 
 def _standardise(head: LengthHead, x: Tensor) -> None:
-    """Set mean and deviation; tokens all alike, with nothing at 0, so that they share one space."""
+    """Set mean and deviation. Token embeddings share one scale and keep 0 at 0, so that they stay in one space."""
     std = x.std(0)
     head.mean.copy_(x.mean(0))
     head.std.copy_(torch.where(std > 1e-4, std, torch.ones_like(std)))
     if head.config.matches:
         first = head.config.context_size
         tokens = slice(first, first + head.config.feature_sizes["drafted"])
-        one = x[:, tokens][:, : head.config.target.hidden_size]  # every line has a first token
+        one = x[:, tokens][:, : head.config.target.hidden_size]  # every draft has a first token
         head.mean[tokens], head.std[tokens] = 0.0, float(one.std().clamp(min=1e-4))
 
 
-def _read_first(head: LengthHead, reading: Reading, settings: TrainSettings, progress: bool) -> None:
-    """Teach the head what the target's states expect."""
+def _fit_to_texts(head: LengthHead, reading: Reading, settings: TrainSettings, progress: bool) -> None:
+    """Fit the expectation to texts that the target has read."""
     config, device = head.config, head.mean.device
     parts = {"hidden": reading.hidden.flatten(1), "committed": reading.embeddings[reading.tokens[:, 0]]}
     context = torch.cat([part.float() for name, part in parts.items() if name in config.features], dim=1).to(device)
@@ -198,8 +197,51 @@ def _read_first(head: LengthHead, reading: Reading, settings: TrainSettings, pro
     )
 
 
+def learn_expectation(
+    expectation: Expectation,
+    context: Tensor,
+    reading: Reading,
+    table: Tensor,
+    epochs: int,
+    dropout: float,
+    seed: int,
+    progress: bool,
+) -> list[float]:
+    """Fit an expectation to texts that the target has read; return the loss of each epoch.
+
+    Args:
+        expectation: the module to fit, on the device of the tensors.
+        context: [M, C] the states, standardised.
+        reading: the target's predictions.
+        table: [V, H] the embeddings, standardised.
+        epochs: epochs over all positions.
+        dropout: on the states.
+        seed: seed of order and dropout.
+        progress: show a progress bar.
+    """
+    batch_size, peak = 512, 2e-3
+    order = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(expectation.parameters(), lr=peak, weight_decay=0.02)
+    steps = epochs * -(-len(context) // batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=steps + 1)
+    losses = []
+    for _ in (bar := tqdm(range(epochs), desc="texts", unit="epoch", disable=not progress)):
+        total = 0.0
+        for rows in torch.split(torch.randperm(len(context), generator=order), batch_size):
+            part = reading.at(rows)
+            loss = expectation.loss(nn.functional.dropout(context[rows], dropout), part, table)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            total += float(loss.detach()) * len(rows)
+        losses.append(total / len(context))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    return losses
+
+
 def _rates(head: LengthHead, settings: TrainSettings, read: bool) -> list[dict[str, Any]]:
-    """What was learnt from texts is only touched up by the lines, of which there are fewer."""
+    """Return parameter groups: what was learnt from texts is only fine-tuned on the fewer drafts."""
     known = [weight for name, weight in head.named_parameters() if name.startswith("expectation.")]
     fresh = [weight for name, weight in head.named_parameters() if not name.startswith("expectation.")]
     slow = settings.learning_rate * (AFTER_TEXTS if read else 1.0)
@@ -258,16 +300,16 @@ def _report(
     truth: Tensor,
     fit: Tensor,
     held: Tensor,
-    verdict: Tensor,
+    prediction: Tensor,
     settings: TrainSettings,
     epochs: int,
 ) -> dict[str, Any]:
-    """What the model card says about the training."""
-    fit_lines, held_lines = ({name: values[rows] for name, values in samples.items()} for rows in (fit, held))
-    threshold = best_confidence_threshold(fit_lines, truth[fit])
-    by_confidence = confidence_verdict(held_lines, threshold)
-    majority = torch.full_like(verdict, majority_verdict(truth[fit]))
-    scores = {"head": verdict, "confidence": by_confidence, "majority": majority}
+    """Return what the model card says about the training. The keys belong to the file format: `lines` are drafts."""
+    fit_drafts, held_drafts = ({name: values[rows] for name, values in samples.items()} for rows in (fit, held))
+    threshold = best_confidence_threshold(fit_drafts, truth[fit])
+    by_confidence = confidence_prediction(held_drafts, threshold)
+    majority = torch.full_like(prediction, majority_class(truth[fit]))
+    scores = {"head": prediction, "confidence": by_confidence, "majority": majority}
     return {
         "prompts": {**manifest.prompts, "number": len(set(samples["prompt"].tolist()))},
         "temperatures": list(manifest.settings.temperatures),
@@ -280,7 +322,7 @@ def _report(
             "features": list(settings.features),
             "layer_sizes": list(settings.layer_sizes),
         },
-        "macro_f1": {name: round(macro_f1(truth[held], said), 4) for name, said in scores.items()},
-        "accuracy": {name: round(accuracy(truth[held], said), 4) for name, said in scores.items()},
+        "macro_f1": {name: round(macro_f1(truth[held], prediction), 4) for name, prediction in scores.items()},
+        "accuracy": {name: round(accuracy(truth[held], prediction), 4) for name, prediction in scores.items()},
         "confidence_threshold": round(threshold, 2),
     }

@@ -1,6 +1,6 @@
-"""Checks on what is read from outside: a head may come from anyone.
+"""Checks on what is read from files: a head may come from anyone.
 
-Whatever is wrong with a head is one error, `HeadError`, that says what was expected and what was found.
+Every defect raises `HeadError`, which says what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class HeadError(ValueError):
 
 
 class HeadUnavailableError(FileNotFoundError):
-    """A length head that cannot be had: no such folder or repository, no access, no connection."""
+    """A length head that is not available: no such folder or repository, no access, no connection."""
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: on one line, and never long."""
+    """Format a value for an error message: on one line, and never long."""
     return _short.repr(value)
 
 
@@ -44,7 +44,7 @@ def check_whole(name: str, value: Any, low: int, high: int) -> None:
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """NaN is not between any two numbers."""
+    """Refuse what is not a number from `low` to `high`; NaN is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise refuse(name, value, f"a number from {low} to {high}")
 
@@ -60,7 +60,7 @@ def check_list(name: str, value: Any, least: int, most: int, entries: str) -> No
 
 
 def check_depth(name: str, value: Any, depth: int = LARGEST_DEPTH) -> None:
-    """Refuse JSON that is nested so deeply that reading, comparing or writing it exhausts the stack."""
+    """Refuse JSON that is nested so deeply that reading, comparing or writing it would exhaust the stack."""
     if depth == 0:
         raise HeadError(f"{name} is nested deeply: expected at most {LARGEST_DEPTH} levels")
     if isinstance(value, (dict, list, tuple)):
@@ -100,7 +100,7 @@ def _figure(name: str, value: Any) -> None:
 
 
 _SCORES = {"head": _figure, "confidence": _figure, "majority": _figure}
-_TRAINED = {  # what the model card says about the training
+_TRAINED = {  # what the model card reads; `lines` is the number of drafts in format version 1
     "prompts": {"number": _count, "file": check_text, "sha256": check_text},
     "macro_f1": _SCORES,
     "accuracy": _SCORES,
@@ -114,14 +114,14 @@ _MEASURED = {"prompts": {"number": _count, "file": check_text}, "max_new_tokens"
 
 
 def check_training(training: Any) -> None:
-    """Check the parts of a head's training record that evaluation and the model card read; others are free."""
+    """Check the parts of a head's training record that evaluation and the model card read; others may hold anything."""
     check_record("training", training, {})
     check_depth("training", training)
     check_record("training.prompts", training.get("prompts", {}), {})
     check_record("training.prompts.sets", training.get("prompts", {}).get("sets", []), [{}])
     if "macro_f1" in training:
         check_record("training", training, _TRAINED)
-        check_list("training.classes", training["classes"], 3, 3, "numbers of lines")
+        check_list("training.classes", training["classes"], 3, 3, "numbers of drafts")
     if training.get("measured") is not None:
         check_record("training.measured", training["measured"], _MEASURED)
 
