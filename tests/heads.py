@@ -43,7 +43,7 @@ def trained_form(head, line, embeddings):
 class Observed:
     """A head in its trained form, as a hook that remembers what it was shown and what it said."""
 
-    fresh_lines = True
+    fresh_drafts = True
 
     def __init__(self, head, target):
         self.head, self.embeddings = head, target.get_input_embeddings()

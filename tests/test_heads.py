@@ -86,10 +86,10 @@ def test_each_hook_sees_the_layers_it_asked_for():
     assert (first.seen, second.seen) == ([20.0, 50.0], [10.0])
 
 
-def test_hooks_are_asked_about_fresh_lines_only_if_they_want_to(target, draft):
+def test_hooks_see_fresh_drafts_only_if_they_want_to(target, draft):
     class Keeper(SpeculationHook):
         def __init__(self, fresh):
-            self.fresh_lines, self.seen = fresh, []
+            self.fresh_drafts, self.seen = fresh, []
 
         def keep(self, survivor):
             self.seen.append(survivor.fresh)

@@ -46,6 +46,20 @@ def test_a_head_overrules_confidence_unless_it_says_one(verdict, kept):
     assert hooks.keep(survivor([0.9, 0.4, 0.9])).tolist() == [kept]
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_the_old_name_of_fresh_drafts_is_accepted_with_a_warning(value):
+    class Keeper(SpeculationHook):
+        fresh_lines = value
+
+        def keep(self, survivor):
+            return torch.zeros_like(survivor.length)
+
+    with pytest.warns(FutureWarning, match="Keeper.fresh_lines is now called fresh_drafts"):
+        hooks = HookList([Keeper()])
+    fresh = survivor([0.9, 0.4])._replace(fresh=torch.tensor([True]))
+    assert hooks.fresh_drafts is value and hooks.keep(fresh).tolist() == [0 if value else 2]
+
+
 def test_the_first_opinion_counts():
     class Two(SpeculationHook):
         def fork(self, state):

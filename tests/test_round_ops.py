@@ -139,7 +139,7 @@ class NamedBuffers(Buffers):
 
 
 class Half(SpeculationHook):
-    fresh_lines, settings = True, ()
+    fresh_drafts, settings = True, ()
 
     def keep(self, survivor):
         return survivor.length // 2

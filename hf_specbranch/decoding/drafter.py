@@ -132,7 +132,7 @@ class Drafter:
         """
         round, hooks, pending = self.round, self.hooks, self.round.pending
         round.fresh.copy_(round.empty & (pending.end > pending.start))
-        concerned = round.survived | round.fresh if hooks.fresh_lines else round.survived
+        concerned = round.survived | round.fresh if hooks.fresh_drafts else round.survived
         if not self.policy.forks or self._nobody(concerned):
             return pending.length
         longest = pending.reach if round.static_shapes else int(pending.length.max())

@@ -1,55 +1,58 @@
-"""The drafter's decisions, as a list of small objects in the manner of `LogitsProcessor`s.
+"""The drafter's decisions: a list of small objects, as `LogitsProcessor`s are for scores.
 
-A hook may say *stop here* (draft no further), *fork this wide* (how many branches) and *keep this many* (how
-much of a surviving branch to send to the target next). None of them can make the output wrong: they see
-nothing of a token before it is drawn, and what is not kept is only not sent yet.
+A hook may decide *stop here* (draft no further), *fork this wide* (how many branches) and *keep this many* (how much of
+a draft to send to the target next). No hook can make the output wrong: it decides before a token is drawn, and drafted
+tokens that are not sent in this round are kept.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..renamed import warn
+
 NO_OPINION = -1
 
 
 class DraftState(NamedTuple):
-    """What is known when the draft is about to choose a token, row by row."""
+    """What is known when the draft model is about to choose a token, row by row."""
 
     tokens: Tensor  # [B, C] text so far, drafted tokens included; only the first `length` count
     length: Tensor  # [B]
-    scores: Tensor  # [B, V] the draft's probabilities for the next token
+    scores: Tensor  # [B, V] the draft model's probabilities for the next token
     confidence: Tensor  # [B] their maximum
 
 
 class Survivor(NamedTuple):
-    """A line that has outlived a verdict: its tokens are drafted, none is verified."""
+    """A draft that is still valid after a verify result: its tokens are drafted, and none of them is verified."""
 
     tokens: Tensor  # [B, M]
     length: Tensor  # [B] how many are real
-    confidence: Tensor  # [B, M] the draft's largest probability at each position
-    committed: Tensor  # [B] the token just committed, which the line follows
-    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if asked for
-    fresh: Tensor | None = None  # [B] bool: not a survivor but a line that comes straight from the draft stage
-    scores: Tensor | None = None  # [B, M, V] the draft's distribution at each position, if asked for
-    column: Tensor | None = None  # [B] where in the text the line begins
+    confidence: Tensor  # [B, M] the draft model's largest probability at each position
+    committed: Tensor  # [B] the token just committed, which the draft follows
+    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if a hook reads them
+    fresh: Tensor | None = None  # [B] bool: no survivor, but a new draft from the draft stage
+    scores: Tensor | None = None  # [B, M, V] the draft model's distribution at each position, if a hook reads it
+    column: Tensor | None = None  # [B] where in the text the draft begins
 
 
 class SpeculationHook:
-    """Base class: a hook overrides the decisions it has an opinion on.
+    """Base class: a hook overrides the decisions it wants to make.
 
-    Every method returns one value a row, or None for no opinion on any row.
+    Every method returns one value per row, or None to leave every row to the next hook.
 
     Attributes:
-        feature_layers: indices into the target's `hidden_states` that `keep` wants to read.
-        fresh_lines: `keep` is also asked about lines that come straight from the draft stage.
-        draft_scores: `keep` wants to read the draft's distributions.
-        settings: everything the decisions depend on besides what they are shown, if they are made of tensor operations
-            alone, ask the device nothing and keep no state: such a hook is captured in CUDA graphs. None: it is not,
-            and rounds are driven from the host.
+        feature_layers: indices into the target's `hidden_states` that `keep` reads.
+        fresh_drafts: `keep` also decides about new drafts from the draft stage, not about survivors only.
+        draft_scores: `keep` reads the draft model's distributions.
+        settings: everything that the decisions depend on besides their arguments. Set it if they consist of tensor
+            operations alone, without device syncs and without state: the hook is then captured in CUDA graphs. None:
+            it is not, and every round is driven from the host.
 
     Example:
         >>> class NeverFork(SpeculationHook):
@@ -58,20 +61,20 @@ class SpeculationHook:
     """
 
     feature_layers: tuple[int, ...] = ()
-    fresh_lines: bool = False
+    fresh_drafts: bool = False
     draft_scores: bool = False
     settings: Hashable | None = None
 
     def stop(self, state: DraftState) -> Tensor | None:
-        """[B] bool: draft nothing more on this row; the position becomes the branch point."""
+        """Return [B] bool: stop drafting on this row; the position becomes the branch point."""
         return None
 
     def fork(self, state: DraftState) -> Tensor | None:
-        """[B] int: how many branches to open here, NO_OPINION to leave it to the next hook."""
+        """Return [B] int: how many branches to open here, NO_OPINION to leave it to the next hook."""
         return None
 
     def keep(self, survivor: Survivor) -> Tensor | None:
-        """[B] int: how many drafted tokens to send next, NO_OPINION to leave it to the next hook."""
+        """Return [B] int: how many drafted tokens to send next, NO_OPINION to leave it to the next hook."""
         return None
 
 
@@ -90,7 +93,7 @@ class ConfidenceStop(SpeculationHook):
 
 
 class TopKBranches(SpeculationHook):
-    """Fork wider the less sure the draft is: `max(1, floor(k_max * (1 - confidence)))`."""
+    """Open more branches the less confident the draft model is: `max(1, floor(k_max * (1 - confidence)))`."""
 
     def __init__(self, k_max: int) -> None:
         self.k_max = self.settings = k_max
@@ -100,34 +103,35 @@ class TopKBranches(SpeculationHook):
 
 
 class LengthHeadHook(SpeculationHook):
-    """A length head's verdict on a survivor: 0 keeps nothing, 1 has no opinion, 2 keeps all."""
+    """Sends what a length head (H-RAD) predicts: 0 sends nothing, 1 decides by confidence, 2 sends the whole draft."""
 
     def __init__(self, head: Callable[[Survivor], Tensor]) -> None:
         self.head = head
         self.feature_layers = tuple(getattr(head, "feature_layers", ()))
-        self.fresh_lines = bool(getattr(head, "fresh_lines", False))
+        self.fresh_drafts = _wants_fresh_drafts(head)
         self.draft_scores = bool(getattr(head, "draft_scores", False))
         self.settings = getattr(head, "settings", None)
 
     def keep(self, survivor: Survivor) -> Tensor:
-        acceptance = self.head(survivor).to(survivor.length.device)
-        opinions = torch.stack([torch.zeros_like(acceptance), torch.full_like(acceptance, NO_OPINION), survivor.length])
-        return opinions.gather(0, acceptance[None].long())[0]
+        prediction = self.head(survivor).to(survivor.length.device)
+        opinions = torch.stack([torch.zeros_like(prediction), torch.full_like(prediction, NO_OPINION), survivor.length])
+        return opinions.gather(0, prediction[None].long())[0]
 
 
 class HookList:
-    """Hooks asked in order. One *stop* stops; of *fork* and *keep* the first opinion counts."""
+    """Applies hooks in order. One *stop* is enough; of *fork* and *keep* the first opinion counts."""
 
     def __init__(self, hooks: Sequence[SpeculationHook]) -> None:
         self.hooks = list(hooks)
         self.stoppers = [hook for hook in hooks if type(hook).stop is not SpeculationHook.stop]
         self.feature_layers = tuple(sorted({layer for hook in hooks for layer in hook.feature_layers}))
-        self.fresh_lines = any(hook.fresh_lines for hook in hooks)
+        self.on_fresh_drafts = [_wants_fresh_drafts(hook) for hook in hooks]
+        self.fresh_drafts = any(self.on_fresh_drafts)
         self.draft_scores = any(hook.draft_scores for hook in hooks)
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """What a captured stage bakes in of these hooks."""
+        """What a captured stage bakes in of these hooks, as part of its key."""
         return tuple((type(hook).__name__, hook.settings) for hook in self.hooks)
 
     def stop(self, state: DraftState) -> Tensor:
@@ -142,19 +146,27 @@ class HookList:
         return _first_opinion(opinions, default=torch.ones_like(state.length)).clamp(min=1)
 
     def keep(self, survivor: Survivor) -> Tensor:
-        opinions = (self._opinion(hook, survivor) for hook in self.hooks)
+        opinions = (self._opinion(*each, survivor) for each in zip(self.hooks, self.on_fresh_drafts))
         kept = _first_opinion(opinions, default=survivor.length).clamp(min=0)
         return torch.minimum(kept, survivor.length)
 
-    def _opinion(self, hook: SpeculationHook, survivor: Survivor) -> Tensor | None:
-        """What one hook says, shown the layers it asked for; nothing on fresh lines unless it asked for them."""
+    def _opinion(self, hook: SpeculationHook, on_fresh_drafts: bool, survivor: Survivor) -> Tensor | None:
+        """Return one hook's decision. It sees the layers it reads, and decides about fresh drafts if it wants to."""
         if survivor.features is not None and hook.feature_layers != self.feature_layers:
             wanted = [self.feature_layers.index(layer) for layer in hook.feature_layers]
             survivor = survivor._replace(features=survivor.features[:, wanted] if wanted else None)
         opinion = hook.keep(survivor)
-        if opinion is None or survivor.fresh is None or hook.fresh_lines:
+        if opinion is None or survivor.fresh is None or on_fresh_drafts:
             return opinion
         return torch.where(survivor.fresh.to(opinion.device), NO_OPINION, opinion)
+
+
+def _wants_fresh_drafts(hook: object) -> bool:
+    name = "fresh_drafts"
+    if inspect.getattr_static(hook, "fresh_lines", None) is not None:
+        warn(type(hook).__name__, "fresh_lines", name)
+        name = "fresh_lines"
+    return bool(getattr(hook, name, False))
 
 
 def _first_opinion(opinions: Iterable[Tensor | None], default: Tensor) -> Tensor:

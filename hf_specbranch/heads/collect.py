@@ -186,7 +186,7 @@ class DraftRecorder(SpeculationHook):
         seed: seed of its random decisions.
     """
 
-    fresh_lines = True
+    fresh_drafts = True
     draft_scores = True
 
     def __init__(

@@ -223,7 +223,7 @@ class BoundHead:
     The folded form is also the key (`settings`) of the CUDA graphs that bake it in, so it lives as long as they do.
     """
 
-    fresh_lines = True
+    fresh_drafts = True
 
     def __init__(self, head: HeadNetwork, embeddings: nn.Module) -> None:
         self.embeddings = embeddings
