@@ -1,12 +1,24 @@
-"""How `generate()` reaches the loop."""
+"""The way from `generate()` to the decoding loop.
+
+`SpecBranchMixin.generate` shows all of it, in this order:
+
+1. merge the settings of the call, of its generation config and of the model (`request.MergedSettings`);
+2. validate them: refuse bad input, and find out what only transformers can decode (`validation`);
+3. attach a `Request` to the call in place of the assistant model;
+4. prepare: transformers' own `generate()` prepares inputs, processors, stopping criteria and cache, and calls back
+   `_validate_generation_mode`, which loads the length head;
+5. speculate: it calls back `_assisted_decoding`, which runs the decoding loop (`decoding.engine.speculate`);
+6. fall back to transformers' own decoding, with one warning, where a step finds that SpecBranch cannot serve the call.
+
+`specbranch(model)` gives a loaded model this mixin.
+"""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -21,11 +33,10 @@ from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
-from .fallback import FallBack
 from .heads.model import resolve_head
 from .padding_check import check_padded_batches
 from .planning.online import forget
-from .request import MergedSettings, Request, call_config, seeded_from
+from .request import Attachment, FallBack, MergedSettings, Request, by_name, call_config, seeded_from
 from .runtime.adapters import draft_model, transformers_model
 from .runtime.selection import release
 from .stats import SpecBranchStats
@@ -35,25 +46,11 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Remembered:
-    """What was given to `specbranch(model, ...)`. A plain object, so that the draft is no submodule."""
-
-    draft: PreTrainedModel | None = None
-    head: Any = None
-    said: set[str] = field(default_factory=set)  # why calls were left to transformers, where that was said
-    borrowed: int = 0  # calls under way for which the model is attached, where the user has not attached it
-
-
-# `generate()` takes some arguments by position; by name they are easier to look at.
-_POSITIONAL = [
-    name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")
-]
-_BORROWING = Lock()
+_TEMPORARY_CALLS = Lock()
 
 
 class SpecBranchMixin(GenerationMixin):
-    """Gives a causal language model branch-parallel speculative decoding behind its own `generate()`.
+    """Gives a causal language model branch-parallel speculative decoding in its own `generate()`.
 
     Attach it to a loaded model with `specbranch(model)`, or put it before the model class:
 
@@ -64,7 +61,7 @@ class SpecBranchMixin(GenerationMixin):
     """
 
     specbranch_stats: SpecBranchStats | None = None
-    _specbranch_memory: Remembered = Remembered()
+    _specbranch_memory: Attachment = Attachment()
 
     @torch.no_grad()
     def generate(
@@ -78,23 +75,23 @@ class SpecBranchMixin(GenerationMixin):
         speculation_observer: Callable[[Parts], Parts] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`GenerationMixin.generate` with every argument it has, and a few more.
+        """Generate as `GenerationMixin.generate` does, with all its arguments and a few more.
 
         Transformers' own decoding runs without a draft, with `specbranch=False`, where the call names another source of
         candidates (`prompt_lookup_num_tokens` and the like), and, after one warning that says why, where SpecBranch
-        cannot do what is asked (beam search, `use_cache=False`, a quantized cache and the like).
+        cannot serve the call (beam search, `use_cache=False`, a quantized cache and the like).
 
         Args:
-            assistant_model: the draft; by default the one given to `specbranch(model, draft=...)`.
+            assistant_model: the draft model; by default the one given to `specbranch(model, draft=...)`.
             specbranch: settings, as a `SpecBranchConfig`, a dict, or the path of a JSON file. By default those
                 in the generation config, or else the defaults. False: transformers' own decoding.
-            length_head: says how much of a line to send; a `LengthHead`, a folder, a repository id (with
-                `@revision` if it is to be pinned), "auto" or a callable. Overrides the settings' own.
-            speculation_hooks: further `SpeculationHook`s, asked before the built-in ones.
+            length_head: decides how much of a draft to send; a `LengthHead`, a folder, a repository id (with
+                `@revision` to pin it), "auto" or a callable. Overrides the settings' own.
+            speculation_hooks: further `SpeculationHook`s; they decide before the built-in ones.
             generator: source of randomness for sampling; by default torch's global one. One number is drawn from it
-                and seeds all that this call draws. Under transformers' own decoding too: torch's global generators are
-                seeded for the time of the call and restored after it.
-            speculation_observer: looks on, e.g. to draw a timeline; see `hf_specbranch.timeline`.
+                and seeds everything that this call draws. For transformers' own decoding, torch's global generators are
+                seeded during the call and restored after it.
+            speculation_observer: watches the decoding, e.g. to draw a timeline; see `hf_specbranch.timeline`.
 
         Returns:
             What plain `generate()` returns. With `return_dict_in_generate=True`, also `stats`; these are
@@ -106,31 +103,38 @@ class SpecBranchMixin(GenerationMixin):
             >>> inputs = tokenizer("def add(a, b):", return_tensors="pt")
             >>> out = specbranch(target).generate(**inputs, assistant_model=draft, max_new_tokens=8)
         """
-        arguments = {**dict(zip(_POSITIONAL, args)), **kwargs}
+        arguments = by_name(args, kwargs)
         assistant = arguments.pop("assistant_model", assistant_model)
         self.specbranch_stats = None
         if arguments.get("custom_generate") is not None:
-            # Another decoding altogether: it is given all arguments, and may come back here.
+            # Another decoding altogether: it is given all arguments, and may call this method again.
             ours = dict(specbranch=specbranch, length_head=length_head, speculation_hooks=speculation_hooks or None)
             ours |= dict(generator=generator, speculation_observer=speculation_observer)
             arguments |= {name: value for name, value in ours.items() if value is not None}
             return super().generate(assistant_model=assistant, **arguments)
+
+        # 1. Merge the settings. Without speculation there is nothing more to do.
         settings = MergedSettings(arguments, self.generation_config)
         plain = partial(self._plain_generate, arguments, generator)
         if specbranch is False or settings.is_assistant:
             return plain(assistant)
         if source := settings.candidate_source:
             if specbranch is not None:
-                self._say_once(f"{source} names another source of candidates")
+                self._warn_once(f"{source} names another source of candidates")
             return plain(assistant)
-        memory = self._specbranch_memory
-        draft = draft_model(assistant) if assistant is not None else memory.draft
+        attachment = self._specbranch_memory
+        draft = draft_model(assistant) if assistant is not None else attachment.draft
         config = call_config(specbranch, settings, draft)
         if draft is None and specbranch is None and POLICIES[config.policy].drafts:
             return plain()
+
+        # 2. Validate: bad input is an error, what is unsupported a reason to fall back.
         model = cast(PreTrainedModel, self)
         check_request(model, draft, config, settings.tokenizer, settings.assistant_tokenizer)
-        head = length_head if length_head is not None else config.length_head or memory.head
+        reason = why_plain(model, draft, settings)
+
+        # 3. Attach the request. 4. and 5.: transformers prepares the call, and `_assisted_decoding` speculates.
+        head = length_head if length_head is not None else config.length_head or attachment.head
         request = Request(
             config=replace(config, length_head=head),
             draft=draft,
@@ -139,41 +143,43 @@ class SpecBranchMixin(GenerationMixin):
             fills_cache=arguments.get("past_key_values") is not None,
             observer=speculation_observer,
         )
-        reason = why_plain(model, draft, settings)
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
             except FallBack as found:
                 reason = str(found)
+
+        # 6. Fall back.
         if assistant is not None and (remedy := why_refused(settings)):
             raise ValueError(f"{reason}, and transformers' own assisted decoding refuses it too: {remedy}")
-        self._say_once(reason)
+        self._warn_once(reason)
         return plain()
 
     def _plain_generate(
         self, arguments: dict[str, Any], generator: torch.Generator | None, assistant: Any = None
     ) -> Any:
-        """transformers' own decoding."""
+        """Run transformers' own decoding."""
         with seeded_from(generator, cast(PreTrainedModel, self)):
             output = super().generate(assistant_model=assistant, **arguments)
-        self.specbranch_stats = None  # a processor may have called us in between
+        self.specbranch_stats = None  # a processor may have called `generate()` of this model meanwhile
         return output
 
-    def _say_once(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         if "_specbranch_memory" not in self.__dict__:
-            self._specbranch_memory = Remembered()
-        if reason not in self._specbranch_memory.said:
-            self._specbranch_memory.said.add(reason)
+            self._specbranch_memory = Attachment()
+        if reason not in self._specbranch_memory.warned:
+            self._specbranch_memory.warned.add(reason)
             logger.warning("%s falls back to transformers' own decoding: %s", type(self).__name__, reason)
 
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> None:
+        """Step 4: called by transformers before any work; the length head is loaded and checked here."""
         request = generation_mode_kwargs.get("assistant_model")
         if not isinstance(request, Request):
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
             return
-        if generation_mode_kwargs.get("synced_gpus"):  # transformers looks at how the model is distributed
+        if generation_mode_kwargs.get("synced_gpus"):  # transformers knows how the model is distributed
             raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP")
         if request.draft is not None and POLICIES[request.config.policy].forks:
             given, tokenizer = request.config.length_head, generation_mode_kwargs.get("tokenizer")
@@ -196,21 +202,15 @@ class SpecBranchMixin(GenerationMixin):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        """Step 5: called by transformers with the prepared call."""
         request = assistant_model
         if not isinstance(request, Request):
             return super()._assisted_decoding(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                inputs_tensor=inputs_tensor,
-                assistant_model=assistant_model,
-                assistant_tokenizer=assistant_tokenizer,
-                tokenizer=tokenizer,
+                input_ids, logits_processor, stopping_criteria, generation_config,
+                synced_gpus=synced_gpus, streamer=streamer, inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer,
                 **model_kwargs,
-            )
+            )  # fmt: skip
         model = cast(PreTrainedModel, self)
         check_inputs(model, input_ids, model_kwargs)
         call = Call(
@@ -232,18 +232,18 @@ class SpecBranchMixin(GenerationMixin):
             if not bool(call.attention().all()):
                 check_padded_batches(model)
             output, self.specbranch_stats = speculate(call)
-        except FallBack as found:  # transformers has prepared everything: go on from here
-            self._say_once(str(found))
+        except FallBack as found:  # step 6, from here: transformers has prepared everything
+            self._warn_once(str(found))
             with seeded_from(request.generator, model):
                 output = self._sample(
                     input_ids, logits_processor, stopping_criteria, generation_config,
                     synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
                 )  # fmt: skip
-            self.specbranch_stats = None  # a trial of padded batches may have left some
+            self.specbranch_stats = None  # the check of padded batches may have set it
         return output
 
     def detach_specbranch(self) -> Any:
-        """Undo `specbranch(model)`: the object is again what it was, and forgets draft and head."""
+        """Undo `specbranch(model)`: restore the original class, forget draft and head, and release captured graphs."""
         original = getattr(type(self), "_specbranch_original", None)
         if original is None:
             raise TypeError(f"{type(self).__name__} is a SpecBranchMixin by its definition: there is nothing to detach")
@@ -253,7 +253,7 @@ class SpecBranchMixin(GenerationMixin):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the original class with the mixin attached anew; the attached class has no address."""
+        """Pickle as the original class, to which the mixin is attached again; the attached class cannot be imported."""
         original = getattr(type(self), "_specbranch_original", None)
         if original is None:
             return super().__reduce_ex__(protocol)
@@ -263,15 +263,15 @@ class SpecBranchMixin(GenerationMixin):
 def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = None) -> Model:
     """Attach SpecBranch to a loaded model.
 
-    The same object comes back, with the same weights, class name and methods; only its `generate()` now
-    understands `assistant_model` as a SpecBranch draft. Attaching again is harmless, and may name another
+    The same object is returned, with the same weights, class name and methods; only its `generate()` now
+    takes `assistant_model` as the draft of SpecBranch. Attaching again is harmless and may name another
     draft or head; `model.detach_specbranch()` undoes it.
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
-        draft: a smaller model with the same tokenizer, used whenever `generate()` is given none.
-        head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used whenever `generate()` is
-            given none.
+        draft: a smaller model with the same tokenizer, used where `generate()` is given none.
+        head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
+            none.
 
     Returns:
         `model` itself.
@@ -289,7 +289,7 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
         check_model(own_draft, "draft")
     attached = _attach(target)
     before = attached._specbranch_memory
-    attached._specbranch_memory = Remembered(
+    attached._specbranch_memory = Attachment(
         draft=own_draft if own_draft is not None else before.draft, head=head if head is not None else before.head
     )
     return model
@@ -299,21 +299,22 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
 def attached_for_call(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Attach SpecBranch to a model and restore it afterwards; for `custom_generate`, which owns no model.
 
-    What was captured and measured is kept for the next call. Several calls may be under way at a time.
+    What was captured and measured is kept for the next call. Several calls may run at a time.
     """
-    with _BORROWING:
-        owned = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.borrowed
-        if not owned and not isinstance(model, SpecBranchMixin):
+    with _TEMPORARY_CALLS:
+        by_user = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.temporary_calls
+        if not by_user and not isinstance(model, SpecBranchMixin):
             check_model(model, "target")
-            _attach(model)._specbranch_memory = Remembered()
-        memory = cast(SpecBranchMixin, model)._specbranch_memory
-        memory.borrowed += not owned
+            _attach(model)._specbranch_memory = Attachment()
+        attachment = cast(SpecBranchMixin, model)._specbranch_memory
+        attachment.temporary_calls += not by_user
     try:
         yield model
     finally:
-        with _BORROWING:
-            memory.borrowed -= not owned
-            if not owned and not memory.borrowed and cast(SpecBranchMixin, model)._specbranch_memory is memory:
+        with _TEMPORARY_CALLS:
+            attachment.temporary_calls -= not by_user
+            is_last = not by_user and not attachment.temporary_calls
+            if is_last and cast(SpecBranchMixin, model)._specbranch_memory is attachment:
                 _restore_class(cast(SpecBranchMixin, model))
 
 
@@ -333,7 +334,7 @@ def _restore_class(model: SpecBranchMixin) -> None:
 
 @cache
 def _attached_class(original: Any) -> Any:
-    """A subclass that passes for the original: same name, same module."""
+    """Return a subclass with the name and the module of the original."""
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

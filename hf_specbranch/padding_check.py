@@ -1,7 +1,7 @@
-"""Are padded batches read as plain `generate()` reads them? Asked once of each model, by trying.
+"""Check once per model that padded batches give the logits of plain `generate()`.
 
-Padding changes positions and masks, and some models handle either in a way of their own. So before the first padded
-batch one is generated both ways, two tokens long, and the logits of the second are compared.
+Padding changes positions and masks, and some models handle them in a way of their own. So before the first padded batch
+a small one is generated both ways, two tokens long, and the logits of the second token are compared.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from .config import SpecBranchConfig
-from .fallback import FallBack
 from .model_state import state_of
+from .request import FallBack
 
 LENGTH, PADDING = 6, 2
 # Root mean square difference of the logits, in units of their spread. Padding that is read differently gives about 1.
@@ -29,7 +29,7 @@ def check_padded_batches(model: PreTrainedModel) -> None:
     """
     state = state_of(model)
     if state.padding_is_plain is None:
-        state.padding_is_plain = True  # for the batch of the trial itself
+        state.padding_is_plain = True  # for the batch of the check itself
         state.padding_is_plain = _reads_padding_as_plain(model)
     if not state.padding_is_plain:
         raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")

@@ -1,24 +1,24 @@
-"""What one `generate()` call asks for: its settings in transformers' order, and the request that it makes of us."""
+"""What one `generate()` call asks for: its merged settings, and the request that reaches the decoding loop."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
-from .decoding.loop import Parts
 from .runtime.module_walk import every_parameter
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
-# What makes transformers take its candidates from elsewhere, or accept them by another rule.
+# Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
 CANDIDATE_SOURCES = (
     "assistant_early_exit",
     "prompt_lookup_num_tokens",
@@ -28,12 +28,34 @@ CANDIDATE_SOURCES = (
 )
 
 
+POSITIONAL = [name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")]
+
+
+@dataclass
+class Attachment:
+    """What was given to `specbranch(model, ...)`. A plain object, so that the draft is no submodule of the target."""
+
+    draft: PreTrainedModel | None = None
+    head: Any = None
+    warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
+    temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
+
+
+class FallBack(Exception):
+    """This call is left to transformers' own decoding; the message says why. Raised before the first token."""
+
+
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of `generate()` by name; some may be passed by position."""
+    return {**dict(zip(POSITIONAL, args)), **kwargs}
+
+
 class MergedSettings:
-    """Looks settings up in the order of transformers: the arguments, the config passed with them, the model's config,
+    """Looks up settings in the order of transformers: the arguments, the config passed with them, the model's config,
     the defaults. An unknown name is None.
 
     Args:
-        arguments: of the call, by name.
+        arguments: the call's, by name.
         model_config: `model.generation_config`.
 
     Example:
@@ -56,19 +78,19 @@ class MergedSettings:
 
     @property
     def mode(self) -> GenerationMode:
-        """The generation mode without an assistant."""
+        """The generation mode if there were no assistant."""
         return GenerationConfig.get_generation_mode(self, None)
 
     @property
     def candidate_source(self) -> str:
-        """The argument that asks for transformers' own speculation, if there is one."""
+        """The name of the setting that selects transformers' own speculation; empty if there is none."""
         given = ((name, getattr(self, name)) for name in CANDIDATE_SOURCES)
         return next((name for name, value in given if value is not None and value is not False), "")
 
     def set_by_user(self, name: str, *more: GenerationConfig | None) -> Any:
-        """A setting that somebody has chosen, here or in `more` configs; None if it is unset.
+        """Return a setting that the user has set, here or in `more` configs; None if it is unset.
 
-        Unset values are None in a generation config. Pipelines of older transformers pass configs in which all of them
+        Unset values are None in a generation config. Pipelines of older transformers pass configs in which all values
         are filled in; there a value that equals the default counts as unset.
         """
         if self.arguments.get(name) is not None:
@@ -86,10 +108,10 @@ def _is_filled_in(config: GenerationConfig | None) -> bool:
 
 @dataclass
 class Request:
-    """What one `generate()` call asks of us.
+    """What one `generate()` call asks of SpecBranch.
 
-    It travels as the call's `assistant_model`, so that it reaches the decoding of this call and no other: a processor
-    or streamer may call `generate()` of this or any other model meanwhile.
+    It is passed on as the call's `assistant_model`, so that it reaches the decoding of this call and no other: a
+    processor or streamer may call `generate()` of this or any other model meanwhile.
     """
 
     config: SpecBranchConfig
@@ -97,14 +119,14 @@ class Request:
     hooks: Sequence[SpeculationHook]
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
-    observer: Callable[[Parts], Parts] | None
+    observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
 
 
 def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:
-    """The speculation settings of a call: its own, else the generation config's, else the defaults.
+    """Return the speculation settings of a call: its own, else the generation config's, else the defaults.
 
-    Where they leave length and threshold open, those of transformers' assisted decoding count, if somebody has set
-    them: with the call, in the target's generation config, or, as transformers reads them, in the draft's.
+    Where they leave length and threshold open, those of transformers' assisted decoding count if the user has set
+    them: in the call, in the target's generation config, or, where transformers reads them, in the draft's.
     """
     if given is None or given is True:
         candidates = (getattr(config, "specbranch", None) for config in settings.configs)
@@ -117,20 +139,20 @@ def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | N
         config = SpecBranchConfig.from_json_file(given)
     else:
         raise TypeError(f"specbranch={given!r}: expected a SpecBranchConfig, a dict, a JSON file's path or a bool")
-    theirs = getattr(draft, "generation_config", None)
-    if config.max_draft_length == "auto" and (length := settings.set_by_user("num_assistant_tokens", theirs)):
+    drafts_own = getattr(draft, "generation_config", None)
+    if config.max_draft_length == "auto" and (length := settings.set_by_user("num_assistant_tokens", drafts_own)):
         config = replace(config, max_draft_length=length)
     if config.confidence_threshold == "auto":
-        threshold = settings.set_by_user("assistant_confidence_threshold", theirs)
+        threshold = settings.set_by_user("assistant_confidence_threshold", drafts_own)
         config = replace(config, confidence_threshold="auto" if threshold is None else threshold)
     return config
 
 
 @contextmanager
 def seeded_from(generator: torch.Generator | None, model: PreTrainedModel) -> Iterator[None]:
-    """Seed torch's global generators by a number drawn from this one, and restore them afterwards.
+    """Seed torch's global generators with a number drawn from `generator`, and restore them afterwards.
 
-    They are the CPU's and those of the CUDA devices on which the model lies.
+    These are the CPU's and those of the model's CUDA devices.
     """
     if generator is None:
         yield

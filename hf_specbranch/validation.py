@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a request, said before any work starts, and what is left to transformers."""
+"""Refuses bad input before any work starts, and finds out which calls are left to transformers' own decoding."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .runtime.rotary import LengthDependentRotary
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
 LARGEST_PADDING = 0.01
-SPEEDED_UP = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def check_model(model: PreTrainedModel, role: str) -> None:
-    """Refuse models that cannot take this role at all."""
+    """Refuse a model that cannot be a target or a draft (`role`)."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
@@ -36,7 +36,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
 
 
 def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse a draft that speaks another vocabulary."""
+    """Refuse a draft with another vocabulary."""
     ours, theirs = (model.config.get_text_config(decoder=True) for model in (target, draft))
     remedy = "choose a draft that shares the target's tokenizer"
     names = f"target {_name(target)}: {ours.vocab_size} entries, draft {_name(draft)}: {theirs.vocab_size}"
@@ -57,10 +57,10 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
 
 
 def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
-    """Why this `generate()` call is left to transformers' own decoding; empty if it is not."""
+    """Return why this `generate()` call is left to transformers' own decoding; empty if it is not."""
     if _has_own_generate(target):
         return "its class has a generate() of its own"
-    if (mode := settings.mode) not in SPEEDED_UP:
+    if (mode := settings.mode) not in SUPPORTED_MODES:
         return f"SpecBranch speeds up greedy decoding and sampling, not {mode.value.replace('_', ' ')}"
     if settings.use_cache is False:
         return "SpecBranch needs the cache, and use_cache=False turns it off"
@@ -80,16 +80,16 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
 
 
 def _has_own_generate(model: PreTrainedModel) -> bool:
-    """Whether `generate()` is more than transformers' own, apart from ours: it may call another model's."""
+    """Whether the model's class has a `generate()` besides ours and transformers': it may call another model's."""
     classes = list(type(model).__mro__)
     ours = max(index for index, each in enumerate(classes) if each.__module__.startswith(__package__ or "-"))
     return next(each for each in classes[ours + 1 :] if "generate" in vars(each)) is not GenerationMixin
 
 
 def why_refused(settings: MergedSettings) -> str:
-    """What transformers' own assisted decoding refuses of a call that `why_plain` has something against."""
-    if settings.mode not in SPEEDED_UP:
-        return ""  # it ignores the assistant there
+    """Return the remedy for a call that neither SpecBranch nor transformers' assisted decoding takes; else empty."""
+    if settings.mode not in SUPPORTED_MODES:
+        return ""  # transformers ignores the assistant there
     if settings.use_cache is False:
         return "leave out use_cache=False, or leave out assistant_model="
     if isinstance(settings.past_key_values, StaticCache):
@@ -100,7 +100,7 @@ def why_refused(settings: MergedSettings) -> str:
 def check_request(
     target: PreTrainedModel, draft: PreTrainedModel | None, config: SpecBranchConfig, tokenizer: Any, assistant: Any
 ) -> None:
-    """Refuse a `generate()` call that cannot be carried out as asked.
+    """Refuse a `generate()` call whose models or settings cannot work.
 
     Args:
         target: the model that generates.
@@ -122,12 +122,12 @@ def check_request(
 
 
 def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
-    """Refuse prompts that cannot be continued."""
+    """Refuse prompts that are empty or longer than the context."""
     rows, length = input_ids.shape
     embedded = model_kwargs.get("inputs_embeds")
     if rows == 0 or (length == 0 and embedded is None):
         raise ValueError(
-            f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}): give at least one token a row"
+            f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}): give at least one token per row"
         )
     limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     mask = model_kwargs.get("attention_mask")

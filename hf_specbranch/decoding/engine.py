@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..fallback import FallBack
 from ..planning.online import SegmentTimer
+from ..request import FallBack
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
 from ..runtime.selection import runner_for
