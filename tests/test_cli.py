@@ -12,11 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_specbranch
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.cli import app, main
 from hf_specbranch.cli.chat import Conversation
 from hf_specbranch.cli.generate import prompt_from
-from hf_specbranch.cli.options import settings_from
+from hf_specbranch.cli.options import GenerationOptions
 
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
@@ -27,7 +28,7 @@ def run(*arguments, **kwargs):
 
 
 def run_main(capsys, monkeypatch, *arguments):
-    """Through `main`, which turns errors into one line; the exit code and what went to standard error."""
+    """Run `main`, which turns errors into one line; return the exit code and standard error."""
     monkeypatch.setattr(sys, "argv", ["hf-specbranch", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit:
         main()
@@ -49,50 +50,82 @@ def continuation(pair, prompt, count, **kwargs):
 # ---- generate
 
 
-def test_generate_prints_the_text_and_notes_the_statistics(pair):
+def test_generate_prints_text_and_statistics(pair):
     said = run("generate", PROMPT, "--max-new-tokens", 12)
     assert said.exit_code == 0 and said.stdout.rstrip("\n") == continuation(pair, PROMPT, 12).rstrip("\n")
-    assert re.search(r"12 tokens, [\d.]+ a second, policy auto", said.stderr)
+    assert re.search(r"12 tokens, [\d.]+ per second, policy auto", said.stderr)
 
 
-def test_generate_takes_its_prompt_from_a_file_or_from_standard_input(tmp_path, monkeypatch):
-    (tmp_path / "prompt.py").write_text(PROMPT)
-    assert prompt_from(None, tmp_path / "prompt.py") == PROMPT
+def test_prompt_from_argument_or_standard_input(monkeypatch):
+    assert prompt_from(PROMPT) == PROMPT
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert prompt_from(None, None) == PROMPT
+    assert prompt_from(None) == PROMPT
     with pytest.raises(ValueError, match="the prompt is empty"):
-        prompt_from("", None)
+        prompt_from("")
 
 
-def test_generate_speaks_json(pair):
-    said = run("generate", PROMPT, "--max-new-tokens", 8, "--policy", "vanilla", "--gamma", 3, "--json")
+def test_generate_prints_json(pair):
+    said = run("generate", PROMPT, "--max-new-tokens", 8, "--policy", "vanilla", "--max-draft-length", 3, "--json")
     answer = json.loads(said.stdout)
     assert answer["prompt"] == PROMPT and answer["text"] == continuation(pair, PROMPT, 8)
     assert answer["stats"]["policy"] == "vanilla" and len(answer["stats"]["acceptance_histogram"]) <= 4
 
 
-def test_settings_come_from_the_file_and_options_win(tmp_path):
+def test_options_override_the_settings_file(tmp_path):
     SpecBranchConfig(policy="pearl", max_draft_length=2).to_json_file(tmp_path / "tuned.json")
-    settings = settings_from(tmp_path / "tuned.json", "vanilla", None, 0.3, None, None)
-    assert settings == SpecBranchConfig(policy="vanilla", max_draft_length=2, confidence_threshold=0.3)
+    given = GenerationOptions(
+        config=tmp_path / "tuned.json",
+        policy="vanilla",
+        confidence_threshold=0.3,
+        max_rejection_branches=0,
+        tree_leaves=2,
+    )
+    assert given.settings() == SpecBranchConfig(
+        policy="vanilla", max_draft_length=2, confidence_threshold=0.3, max_rejection_branches=0, tree_leaves=2
+    )
 
 
-def test_generate_loads_settings(tmp_path):
+@pytest.mark.parametrize("option", [["--gamma", "3"], ["--gamma=3"]], ids=" ".join)
+def test_old_option_is_accepted_with_a_warning(option):
+    done = run("generate", PROMPT, "--max-new-tokens", 8, "--policy", "vanilla", *option, "--json")
+    assert done.stderr == "warning: --gamma is now --max-draft-length; the next release will not accept --gamma\n"
+    assert len(json.loads(done.stdout)["stats"]["acceptance_histogram"]) <= 4
+
+
+def test_old_options_are_not_in_the_help():
+    for command in ("generate", "chat", "trace", "bench"):
+        shown = run(command, "--help", env={"COLUMNS": "200", "TERM": "dumb"}).output
+        assert all(
+            not re.search(rf"{old}\b", shown) for old in ("--gamma", "--epsilon", "--branches", "--ways", " --head")
+        )
+
+
+def test_removed_option_says_what_to_do():
+    assert (
+        str(run("generate", "--file", "x").exception) == "--file was removed: give the prompt on standard input, < FILE"
+    )
+
+
+def test_version_is_printed():
+    assert run("--version").stdout.strip() == hf_specbranch.__version__
+
+
+def test_generate_reads_settings(tmp_path):
     SpecBranchConfig(policy="pearl", max_draft_length=2).to_json_file(tmp_path / "tuned.json")
     said = run("generate", PROMPT, "--max-new-tokens", 4, "--json", "--config", tmp_path / "tuned.json")
     assert json.loads(said.stdout)["stats"]["policy"] == "pearl"
 
 
-def test_the_seed_decides_what_is_sampled():
+def test_seed_decides_what_is_sampled():
     def sampled(seed):
-        asked = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 4, "--seed", seed, "--json"]
-        return json.loads(run("generate", PROMPT, *asked).stdout)["text"]
+        given = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 4, "--seed", seed, "--json"]
+        return json.loads(run("generate", PROMPT, *given).stdout)["text"]
 
     assert sampled(1) == sampled(1) != sampled(2)
 
 
-def test_the_embedded_head_may_be_named(pair):
-    said = run("generate", PROMPT, "--draft", "weak", "--head", "embedded", "--max-new-tokens", 6, "--json")
+def test_embedded_head_by_name(pair):
+    said = run("generate", PROMPT, "--draft", "weak", "--length-head", "embedded", "--max-new-tokens", 6, "--json")
     assert json.loads(said.stdout)["text"] == continuation(pair, PROMPT, 6)
 
 
@@ -106,52 +139,51 @@ def test_the_embedded_head_may_be_named(pair):
         (["--device", "nowhere"], "error: --device nowhere: "),
         (["--dtype", "float3"], "error: dtype 'float3': expected float32"),
         (["--config", "none.json"], "error: --config none.json: no such file"),
-        (["--file", "none.txt"], "error: a prompt and --file none.txt: give one of them"),
         (["--top-k", 5], "error: --top-k and --top-p choose among sampled tokens: add --temperature"),
-        (["--head", "embedded", "--target", "."], "error: --head embedded with --target ."),
+        (["--length-head", "embedded", "--target", "."], "error: length head embedded with --target ."),
     ],
 )
-def test_a_mistake_is_told_in_one_line(arguments, message, capsys, monkeypatch):
-    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, *arguments)
-    assert code == 1 and told.startswith(message) and told.count("\n") == 1
+def test_error_is_one_line(arguments, message, capsys, monkeypatch):
+    code, errors = run_main(capsys, monkeypatch, "generate", PROMPT, *arguments)
+    assert code == 1 and errors.startswith(message) and errors.count("\n") == 1
 
 
-def test_a_folder_without_a_model_is_told_in_one_line(capsys, monkeypatch, tmp_path):
-    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--target", tmp_path, "--draft", tmp_path)
-    assert code == 1 and str(tmp_path) in told and told.count("\n") == 1
+def test_folder_without_a_model_is_one_line(capsys, monkeypatch, tmp_path):
+    code, errors = run_main(capsys, monkeypatch, "generate", PROMPT, "--target", tmp_path, "--draft", tmp_path)
+    assert code == 1 and str(tmp_path) in errors and errors.count("\n") == 1
 
 
-def test_a_settings_file_that_is_none_is_named(capsys, monkeypatch, tmp_path):
+def test_bad_settings_file_is_named(capsys, monkeypatch, tmp_path):
     (tmp_path / "broken.json").write_text('{"gamma": 3}')
-    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--config", tmp_path / "broken.json")
-    assert code == 1 and "broken.json: unknown SpecBranchConfig settings ['gamma']" in told
+    code, errors = run_main(capsys, monkeypatch, "generate", PROMPT, "--config", tmp_path / "broken.json")
+    assert code == 1 and "broken.json: unknown SpecBranchConfig settings ['gamma']" in errors
 
 
-def test_a_reader_who_goes_away_is_no_error(monkeypatch, capsys):
+def test_closed_pipe_is_no_error(monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 200)
-    assert code == 0 and told == ""
+        code, errors = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 200)
+    assert code == 0 and errors == ""
 
 
-def test_ctrl_c_ends_with_130_and_one_line(capsys, monkeypatch):
+def test_ctrl_c_ends_with_130(capsys, monkeypatch):
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
-    code, told = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 3000)
-    assert code == 130 and told.strip() == "interrupted"
+    code, errors = run_main(capsys, monkeypatch, "generate", PROMPT, "--max-new-tokens", 3000)
+    assert code == 130 and errors.strip() == "interrupted"
 
 
 # ---- chat
 
 
-def test_chat_answers_each_line_and_obeys_commands(pair):
+def test_chat_answers_and_runs_commands(pair):
     lines = [PROMPT, "/stats", "/nonsense", "/reset", "/stats", PROMPT, "/quit", "never read"]
     said = run("chat", "--max-new-tokens", 6, input="\n".join(lines))
     answer = continuation(pair, PROMPT, 6)
     assert said.exit_code == 0 and said.stdout.count(answer.strip()) == 2
-    for expected in ("no chat template", "policy auto", "no such command", "forgotten", "nothing said yet"):
+    for expected in ("no chat template", "policy auto", "no such command", "new conversation", "no answer yet"):
         assert expected in said.stderr
 
 
@@ -161,32 +193,32 @@ def test_chat_ends_with_its_input():
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with a template"])
-def test_later_turns_read_only_what_is_new_and_say_the_same(template):
+def test_later_turns_reuse_the_cache(template):
     target, draft, tokenizer = load_demo_pair()
     tokenizer.chat_template = template
-    asked = {"max_new_tokens": 5, "do_sample": False}
-    chat = Conversation(specbranch(target, draft=draft), tokenizer, asked)
+    arguments = {"max_new_tokens": 5, "do_sample": False}
+    chat = Conversation(specbranch(target, draft=draft), tokenizer, arguments)
     for turn, line in enumerate([PROMPT, "def sub(a, b):", "class Stack:"]):
         before, length = chat.text.shape[1], None
         answer = chat.answer(line)
         length = chat.text.shape[1] - chat.stats[-1].new_tokens
         alone = target.generate(
-            chat.text[:, :length], attention_mask=torch.ones((1, length)), specbranch=False, **asked
+            chat.text[:, :length], attention_mask=torch.ones((1, length)), specbranch=False, **arguments
         )
         assert torch.equal(alone, chat.text) and answer
         assert turn == 0 or before - 2 <= chat.kept < length
 
 
-def test_an_interrupted_answer_leaves_the_conversation_as_it_was():
+def test_interrupted_answer_changes_nothing():
     target, draft, tokenizer = load_demo_pair()
-    asked = {"max_new_tokens": 5, "do_sample": False}
+    arguments = {"max_new_tokens": 5, "do_sample": False}
 
     class Impatient:
         def put(self, tokens):
             if tokens.dim() == 1:  # not the prompt
                 raise KeyboardInterrupt
 
-    chats = [Conversation(specbranch(target, draft=draft), tokenizer, asked) for _ in range(2)]
+    chats = [Conversation(specbranch(target, draft=draft), tokenizer, arguments) for _ in range(2)]
     for chat in chats:
         chat.answer(PROMPT)
     with pytest.raises(KeyboardInterrupt):

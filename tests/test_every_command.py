@@ -1,4 +1,4 @@
-"""What holds for each command: a narrow terminal, a closed pipe, a wrong path, a wrong model, Ctrl-C, exit codes."""
+"""Every command copes with a narrow terminal, a closed pipe, a wrong path, a wrong model and Ctrl-C."""
 
 import json
 import os
@@ -30,17 +30,16 @@ SHORT = {  # each command on the small pair, as quick as it gets
     ],
     "trace": ["abc", "--max-new-tokens", "8", "--out", "{out}/trace"],
     "bench": [
-        "--new-tokens", "4", "--ways", "autoregressive", "--pass-at", "", "--prompts", "{pair}/prompts.jsonl",
-        "--stream-prompts", "0",
+        "--max-new-tokens", "4", "--methods", "autoregressive", "--prompts", "{pair}/prompts.jsonl",
     ],
-    "head collect": ["--prompts", "{pair}/prompts.jsonl", "--out", "{out}/lines", "--layers", "1"],
+    "head collect": ["--prompts", "{pair}/prompts.jsonl", "--out", "{out}/drafts", "--layers", "1"],
     "head eval": ["--head", "{pair}/head", "--prompts", "{pair}/prompts.jsonl", "--max-new-tokens", "8"],
 }  # fmt: skip
 WITHOUT_A_PAIR = {"families", "head train", "head push", "head search"}
 
 
 def all_commands():
-    """Every command's words, groups too."""
+    """Return the words of every command, groups included."""
     found = []
 
     def walk(command, words):
@@ -65,13 +64,13 @@ def pair(tmp_path_factory, target, draft):
 
 
 def arguments(command, pair, out, target=None, draft=None):
-    """The words of a command line."""
+    """Return the words of a command line."""
     models = ["--target", str(target or pair / "target"), "--draft", str(draft or pair / "draft")]
     return [*command.split(), *(part.format(pair=pair, out=out) for part in SHORT[command]), *models]
 
 
 def run_main(capfd, monkeypatch, words):
-    """Through `main`, as a shell would; the exit code and standard error."""
+    """Run `main` as a shell would; return the exit code and standard error."""
     monkeypatch.setattr(sys, "argv", ["hf-specbranch", *words])
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     with pytest.raises(SystemExit) as exit:
@@ -79,13 +78,13 @@ def run_main(capfd, monkeypatch, words):
     return exit.value.code or 0, capfd.readouterr().err
 
 
-def test_every_command_is_tried_here():
+def test_every_command_is_covered():
     leaves = {" ".join(words) for words in all_commands()} - {"", "head"}
     assert leaves == set(SHORT) | WITHOUT_A_PAIR
 
 
 @pytest.mark.parametrize("words", all_commands(), ids=" ".join)
-def test_help_fits_sixty_columns_and_shows_an_example(words, monkeypatch):
+def test_help_fits_sixty_columns(words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     said = CliRunner().invoke(app, [*words, "--help"])
     assert said.exit_code == 0 and max(map(len, said.output.splitlines())) <= 60
@@ -94,7 +93,7 @@ def test_help_fits_sixty_columns_and_shows_an_example(words, monkeypatch):
 
 
 @pytest.mark.parametrize("command", SHORT)
-def test_ctrl_c_ends_every_command_with_130_and_one_line(command, pair, tmp_path, capfd, monkeypatch):
+def test_ctrl_c_ends_with_130(command, pair, tmp_path, capfd, monkeypatch):
     if command == "chat":
         pytest.skip("at a terminal Ctrl-C stops the answer, not the chat")
     calls = []
@@ -106,32 +105,32 @@ def test_ctrl_c_ends_every_command_with_130_and_one_line(command, pair, tmp_path
 
     hook = torch.nn.modules.module.register_module_forward_hook(interrupt)
     try:
-        code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path))
+        code, errors = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path))
     finally:
         hook.remove()
-    assert code == 130 and "Traceback" not in told
-    assert command == "bench" or told.strip().splitlines()[-1] == "interrupted"
+    assert code == 130 and "Traceback" not in errors
+    assert command == "bench" or errors.strip().splitlines()[-1] == "interrupted"
 
 
 @pytest.mark.parametrize("command", ["generate", "trace", "bench", "head eval"])
-def test_a_reader_who_goes_away_is_no_error(command, pair, tmp_path, capfd, monkeypatch):
+def test_closed_pipe_is_no_error(command, pair, tmp_path, capfd, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        code, told = run_main(capfd, monkeypatch, [*arguments(command, pair, tmp_path)])
-    assert code == 0 and "Error" not in told and "error" not in told
+        code, errors = run_main(capfd, monkeypatch, [*arguments(command, pair, tmp_path)])
+    assert code == 0 and "Error" not in errors and "error" not in errors
 
 
 @pytest.mark.parametrize("command", SHORT)
-def test_a_wrong_path_is_told_in_one_line(command, pair, tmp_path, capfd, monkeypatch):
-    code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, draft="/no/such/model"))
-    assert code == 1 and told == "error: --draft /no/such/model: no such folder\n"
+def test_wrong_path_is_one_line(command, pair, tmp_path, capfd, monkeypatch):
+    code, errors = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, draft="/no/such/model"))
+    assert code == 1 and errors == "error: --draft /no/such/model: no such folder\n"
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
-    """A model of another kind."""
+    """An encoder-decoder model."""
     where = tmp_path_factory.mktemp("translator")
     sizes = dict(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -142,12 +141,12 @@ def translator(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", SHORT)
-def test_a_wrong_model_is_told_in_one_line(command, pair, translator, tmp_path, capfd, monkeypatch):
-    code, told = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, target=translator))
-    assert code == 1 and told.startswith(f"error: --target {translator}: ") and told.count("\n") == 1
+def test_wrong_model_is_one_line(command, pair, translator, tmp_path, capfd, monkeypatch):
+    code, errors = run_main(capfd, monkeypatch, arguments(command, pair, tmp_path, target=translator))
+    assert code == 1 and errors.startswith(f"error: --target {translator}: ") and errors.count("\n") == 1
 
 
-def test_a_wrong_option_ends_with_2():
+def test_wrong_option_ends_with_2():
     assert CliRunner().invoke(app, ["generate", "--no-such-option"]).exit_code == 2
 
 
@@ -158,7 +157,7 @@ def test_exit_codes_are_documented():
 
 
 @pytest.mark.parametrize(("command", "option"), [("tune", "--out"), ("doctor", "--recording"), ("tune", "--png")])
-def test_files_that_cannot_be_written_are_refused_before_any_work(command, option, pair, tmp_path, monkeypatch):
+def test_unwritable_files_are_refused(command, option, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "open_pair", lambda *_: pytest.fail("work has begun"))
     written = tmp_path / "written.json"
     written.write_text("kept")

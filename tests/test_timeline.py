@@ -190,7 +190,19 @@ def test_trace_writes_both_files_and_says_where(tmp_path):
 
 
 def test_trace_speaks_json(tmp_path):
-    said = run("trace", PROMPT, "--out", tmp_path, "--max-new-tokens", 6, "--policy", "pearl", "--gamma", 3, "--json")
+    said = run(
+        "trace",
+        PROMPT,
+        "--out",
+        tmp_path,
+        "--max-new-tokens",
+        6,
+        "--policy",
+        "pearl",
+        "--max-draft-length",
+        3,
+        "--json",
+    )
     answer = json.loads(said.stdout)
     assert Path(answer["timeline"]).is_file() and Path(answer["trace"]).is_file()
     assert answer["stats"][0]["new_tokens"] == 6 and answer["stats"][0]["policy"] == "pearl"

@@ -1,15 +1,15 @@
 """Enlarge a Llama-type model without changing the function it computes.
 
-A grown model costs what a real model of that shape costs and says what the small one says. The rules, with
-`h` the hidden size, `d` the head size, `r = h_old / h_new` and `m = d_new / d_old`:
+A grown model (a "twin") costs what a real model of that shape costs and gives the logits of the small one.
+The rules, with `h` the hidden size, `d` the head size, `r = h_old / h_new` and `m = d_new / d_old`:
 
-- Residual stream: the old dimensions come first, the new ones stay exactly zero. So rows that write to new
-  dimensions are zero, and columns that read them are free.
+- Residual stream: the old dimensions come first, the new ones stay exactly zero. Rows that write to new dimensions
+  are zero; columns that read them are free.
 - RMSNorm: the mean of squares runs over `h_new` entries, of which only `h_old` are not zero, so it shrinks by
   `r`. With `eps * r` and `weight * sqrt(r)` the result is the old one:
   `x / sqrt(r * mean + r * eps) * sqrt(r) * w = x / sqrt(mean + eps) * w`.
-- Rotary pairs: pair `i` of `d_old` turns with `theta ** (-2i / d_old)`, which is what pair `i * m` of `d_new`
-  turns with. Old pairs are spread by `m`; keys are zero in the pairs between, so queries are free there.
+- Rotary pairs: pair `i` of `d_old` rotates with `theta ** (-2i / d_old)`, which is the frequency of pair `i * m` of
+  `d_new`. Old pairs are spread by `m`; keys are zero in the pairs between, so queries are free there.
 - Scores are divided by `sqrt(d_new)` instead of `sqrt(d_old)`: queries are multiplied by `sqrt(m)`.
 - Heads: an old key-value head and its queries move together. Where the new groups are narrower than the
   old ones, the key-value head is copied to several groups. New heads, and new value dimensions, meet zero
@@ -17,7 +17,7 @@ A grown model costs what a real model of that shape costs and says what the smal
 - New layers come first and write nothing (`o_proj` and `down_proj` are zero), so that the hidden states of the
   last layers are the old ones.
 
-Every entry that is free keeps the random value a fresh model starts with.
+Every free entry keeps the random value of a newly initialised model.
 """
 
 import copy
@@ -29,14 +29,80 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from hf_specbranch.bench.shapes import Shape, resolve_shape
+CONTEXT = 32768  # smallest context of a twin, so that long texts can be timed
 
-CONTEXT = 32768  # tokens that a twin takes at least: long texts are to be timed, whatever stands in them
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that determine the cost of a Llama-type model. Growing keeps the vocabulary.
+
+    Args:
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of decoder layers.
+        num_attention_heads: query heads per layer.
+        num_key_value_heads: key and value heads per layer; must divide `num_attention_heads`.
+        intermediate_size: width of the MLP.
+        head_dim: width of one head; 0 means `hidden_size / num_attention_heads`.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads ({kv_heads}) does not divide num_attention_heads ({heads}): "
+                f"choose a divisor of {heads}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % heads:
+                raise ValueError(
+                    f"num_attention_heads ({heads}) does not divide hidden_size ({self.hidden_size}): "
+                    "choose sizes that divide, or pass head_dim="
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, since rotary embeddings turn pairs, got {self.head_dim}")
+
+
+NAMED_SHAPES: dict[str, Shape] = {
+    "68m": Shape(768, 2, 12, 12, 3072),  # JackFram/llama-68m
+    "160m": Shape(768, 12, 12, 12, 3072),  # JackFram/llama-160m
+    "1b": Shape(2048, 22, 32, 4, 5632),  # TinyLlama 1.1B
+    "1.3b": Shape(2048, 24, 16, 16, 5504),  # DeepSeek-Coder 1.3B
+    "7b": Shape(4096, 32, 32, 32, 11008),  # LLaMA, Vicuna 7B
+    "13b": Shape(5120, 40, 40, 40, 13824),  # LLaMA, Vicuna 13B
+    "33b": Shape(7168, 62, 56, 8, 19200),  # DeepSeek-Coder 33B
+}
+
+
+def resolve_shape(shape: Shape | str) -> Shape:
+    """Return the shape itself, or the named one.
+
+    Example:
+        >>> resolve_shape("7b").num_hidden_layers
+        32
+    """
+    if isinstance(shape, Shape):
+        return shape
+    if not isinstance(shape, str):
+        raise TypeError(f"shape must be a Shape or one of {', '.join(NAMED_SHAPES)}, got {type(shape).__name__}")
+    if shape not in NAMED_SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: use one of {', '.join(NAMED_SHAPES)}, or pass a Shape(...)")
+    return NAMED_SHAPES[shape]
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where the old heads go: rows of `q_proj`, `k_proj` and `v_proj`, which are also columns of `o_proj`.
+    """The places of the old heads: rows of `q_proj`, `k_proj` and `v_proj`, which are also columns of `o_proj`.
 
     Row `new[i]` of the grown projection takes row `old[i]` of the small one.
     """
@@ -80,7 +146,7 @@ def grow(
     old: LlamaConfig = model.config
     config = grown_config(old, wanted)
     with torch.device(device if device is not None else model.device), torch.no_grad():
-        # A fresh model's own initialisation is what fills every free entry.
+        # The initialisation of a new model fills every free entry.
         grown: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype or model.dtype)
         grown.eval()
         layout = head_layout(old, wanted)
@@ -138,6 +204,7 @@ def check_growth(model: LlamaForCausalLM, shape: Shape) -> None:
 
 
 def grown_config(old: LlamaConfig, shape: Shape) -> LlamaConfig:
+    """Return the config of the grown model."""
     config = copy.deepcopy(old)
     config.hidden_size = shape.hidden_size
     config.num_hidden_layers = shape.num_hidden_layers
@@ -145,20 +212,20 @@ def grown_config(old: LlamaConfig, shape: Shape) -> LlamaConfig:
     config.num_key_value_heads = shape.num_key_value_heads
     config.intermediate_size = shape.intermediate_size
     config.head_dim = shape.head_dim
-    if old.rope_parameters["rope_type"] == "default":  # whose angles do not depend on it
+    if old.rope_parameters["rope_type"] == "default":  # its angles do not depend on the context length
         config.max_position_embeddings = max(old.max_position_embeddings, CONTEXT)
     config.rms_norm_eps = old.rms_norm_eps * old.hidden_size / shape.hidden_size
-    config.tie_word_embeddings = False  # as in all the models that shapes are named after
+    config.tie_word_embeddings = False  # as in all models that the shapes are named after
     return config
 
 
 def group_size(config: LlamaConfig | Shape) -> int:
-    """Query heads that share one key-value head."""
+    """Return the number of query heads that share one key-value head."""
     return config.num_attention_heads // config.num_key_value_heads
 
 
 def key_value_copies(old: LlamaConfig, shape: Shape) -> int:
-    """New key-value heads that one old key-value head needs, to serve all its queries."""
+    """Return how many new key-value heads one old key-value head needs to serve all its queries."""
     return -(-group_size(old) // group_size(shape))
 
 
@@ -190,7 +257,7 @@ def head_layout(old: LlamaConfig, shape: Shape) -> HeadLayout:
 
 
 def fill_layer(small: LlamaDecoderLayer, large: LlamaDecoderLayer, layout: HeadLayout, query_scale: float) -> None:
-    """Write one layer's weights into its grown twin, whose entries are all random so far."""
+    """Write the weights of one layer into its grown twin, whose entries are all random so far."""
     hidden, inner = small.mlp.up_proj.in_features, small.mlp.up_proj.out_features
     old, new = small.self_attn, large.self_attn
 
@@ -199,7 +266,7 @@ def fill_layer(small: LlamaDecoderLayer, large: LlamaDecoderLayer, layout: HeadL
 
     new.q_proj.weight[layout.query_new, :hidden] = weight(old.q_proj, query_scale)
     used_key_rows = len(layout.key_new) // old.head_dim * new.head_dim
-    new.k_proj.weight[:used_key_rows, :hidden] = 0.0  # the pairs in between: what queries hold there meets zero
+    new.k_proj.weight[:used_key_rows, :hidden] = 0.0  # the pairs in between: queries there meet zero keys
     new.k_proj.weight[layout.key_new, :hidden] = weight(old.k_proj)[layout.key_old]
     new.v_proj.weight[layout.value_new, :hidden] = weight(old.v_proj)[layout.key_old]
     new.o_proj.weight.zero_()
@@ -213,7 +280,7 @@ def fill_layer(small: LlamaDecoderLayer, large: LlamaDecoderLayer, layout: HeadL
 
 
 def fill_norm(small: LlamaRMSNorm, large: LlamaRMSNorm) -> None:
-    """Old weights times sqrt(h_old / h_new); the rest meets zeros and keeps its value. [h_old] -> [h_new]"""
+    """Write the old weights times sqrt(h_old / h_new); the rest meets zeros and stays. [h_old] -> [h_new]"""
     hidden = small.weight.shape[0]
     scaled = small.weight.float() * math.sqrt(hidden / large.weight.shape[0])
     large.weight[:hidden] = scaled.to(large.weight)

@@ -1,7 +1,7 @@
-"""A length head for a grown pair.
+"""Grows a length head along with its pair.
 
-The grown target's hidden states and embeddings are the small one's, followed by zeros (see `grow`). So a head whose
-weights are zero on the new dimensions says of the grown pair what the small head says of the small one.
+The grown target's hidden states and embeddings are the small one's, followed by zeros (see `grow`). A head
+whose weights are zero on the new dimensions predicts the same for the grown pair as the small head for the small one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..heads.config import LengthHeadConfig, ModelIdentity
 
 
 def grow_head(head: LengthHead, target: PreTrainedModel, draft: PreTrainedModel) -> LengthHead:
-    """The head, reading the wider states of its pair's grown twins.
+    """Return the head for the wider hidden states of its pair's grown twins.
 
     Args:
         head: trained for the small pair.
@@ -63,7 +63,7 @@ def grow_head(head: LengthHead, target: PreTrainedModel, draft: PreTrainedModel)
 
 
 def _places(old: LengthHeadConfig, new: LengthHeadConfig) -> Tensor:
-    """Where each of the old inputs stands among the new ones, [F_old]."""
+    """Return the place of each old input among the new ones, [F_old]."""
     places, first = [], 0
     for name, width in old.feature_sizes.items():
         if name in ("hidden", "committed", "drafted"):  # blocks of one state or embedding each

@@ -1,4 +1,4 @@
-"""Prompt sets: JSON lines with an `id` and a `prompt` each."""
+"""Prompt sets: files of JSON lines with an `id` and a `prompt` each."""
 
 import json
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON object with a text `id` and `prompt`, an id occurs twice, or there is no prompt.
+        ValueError: a line is not a JSON object with texts `id` and `prompt`, an id occurs twice, or there is no prompt.
 
     Example:
         >>> from hf_specbranch.bench import python_prompts
@@ -60,11 +60,11 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def parse_prompt(line: str, where: str) -> Prompt:
-    """One line of a prompt file; `where` names it in errors."""
+    """Parse one line of a prompt file; `where` names it in errors."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}): expected one JSON object a line") from error
+        raise ValueError(f"{where}: not JSON ({error}): expected one JSON object per line") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found a JSON {type(record).__name__}: expected an object with id and prompt")
     for field in ("id", "prompt"):
@@ -76,5 +76,5 @@ def parse_prompt(line: str, where: str) -> Prompt:
 
 
 def python_prompts() -> list[Prompt]:
-    """The 40 Python-completion prompts that come with the package."""
+    """Return the 40 Python-completion prompts that come with the package."""
     return read_prompts(Path(str(files("hf_specbranch.bench").joinpath("python40.jsonl"))))

@@ -1,4 +1,4 @@
-"""One generation, timed."""
+"""One timed generation, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..runtime.selection import release
 from ..stats import SpecBranchStats
-from .ways import Pair, Way
+from .methods import Method, Pair
 
 
 class Generation(NamedTuple):
-    """What one timed `generate()` gave."""
+    """The result of one timed `generate()` call."""
 
     tokens: list[int]  # the new ones
     seconds: float
-    stats: SpecBranchStats | None  # of our ways
+    stats: SpecBranchStats | None  # of our methods
 
     @property
-    def decode(self) -> float:
-        """Seconds behind the first token; 0 where that is not known."""
+    def decode_seconds(self) -> float:
+        """Seconds after the first token; 0 where that is not known."""
         return self.stats.total_seconds - self.stats.time_to_first_token if self.stats is not None else 0.0
 
 
 class TimingStreamer(BaseStreamer):
-    """Notes when each new token arrives; tokens of one round arrive together.
+    """Records when each new token arrives; tokens of one round arrive together.
 
     Example:
         >>> streamer = TimingStreamer()
@@ -59,44 +59,44 @@ class TimingStreamer(BaseStreamer):
         return self.arrivals[0] - self.began
 
     def gaps(self) -> list[float]:
-        """Seconds between each token and the one before it; 0 within a round."""
+        """Return the seconds between each token and the one before it; 0 within a round."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:])]
 
 
 def generate_once(
     pair: Pair,
-    way: Way,
+    method: Method,
     inputs: dict[str, Tensor],
-    new_tokens: int,
+    max_new_tokens: int,
     streamer: BaseStreamer | None = None,
     temperature: float = 0.0,
 ) -> Generation:
-    """One generation of up to `new_tokens` tokens, its time from call to last token; greedy at temperature 0."""
+    """Generate up to `max_new_tokens` tokens, and time it from the call to the last token; greedy at temperature 0."""
     model: Any = pair.target
     model.specbranch_stats = None
-    how: dict[str, Any] = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         torch.manual_seed(0)
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    with way.prepared(pair) as arguments:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    with method.prepared(pair) as arguments:
         wait(pair.target)
         began = time.perf_counter()
-        out = model.generate(**inputs, max_new_tokens=new_tokens, streamer=streamer, **how, **arguments)
+        out = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling, **arguments)
         wait(pair.target)
         seconds = time.perf_counter() - began
     stats: SpecBranchStats | None = model.specbranch_stats
     new = out[0, inputs["input_ids"].shape[1] :].tolist()
-    return Generation(new, seconds, stats if way.is_ours else None)
+    return Generation(new, seconds, stats if method.is_ours else None)
 
 
 def wait(model: PreTrainedModel) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
 
 def forget(pair: Pair) -> None:
-    """Free caches and graphs that wait for a next generation, so that a way starts as in a new process.
+    """Free caches and graphs kept for the next generation, so that a method starts as in a new process.
 
     What torch has compiled in this process stays.
     """
@@ -109,17 +109,29 @@ def forget(pair: Pair) -> None:
 
 
 def peak_memory(model: PreTrainedModel) -> int | None:
-    """Most bytes in use since `forget`; None without CUDA."""
+    """Return the most bytes in use since `forget`; None without CUDA."""
     return int(torch.cuda.max_memory_allocated(model.device)) if model.device.type == "cuda" else None
 
 
-def allocated_memory(model: PreTrainedModel) -> int | None:
-    """Bytes in use now; None without CUDA."""
-    return int(torch.cuda.memory_allocated(model.device)) if model.device.type == "cuda" else None
+def cache_bytes(model: PreTrainedModel, length: int) -> int:
+    """Return the bytes of keys and values of `length` tokens in all layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize)
+
+
+def needed_memory(pair: Pair, length: int) -> dict[str, Any]:
+    """Return the bytes that a run needs at least: weights, and caches of `length` tokens."""
+    needs = {}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        needs[f"{role}_weights"] = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        needs[f"{role}_cache"] = cache_bytes(model, length)
+    return {**needs, "total": sum(needs.values()), "tokens": length}
 
 
 def percentile(values: list[float], part: float) -> float | None:
-    """The smallest value that at least this part of them does not exceed; None for no values.
+    """Return the smallest value that at least this part of the values does not exceed; None for no values.
 
     Example:
         >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
@@ -13,6 +15,7 @@ from .doctor import doctor
 from .families import families
 from .generate import generate
 from .head import app as head_app
+from .options import Command
 from .trace import trace
 from .tune import tune
 
@@ -21,31 +24,37 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(doctor)
-app.command()(tune)
-app.command()(trace)
-app.command()(families)
+for command in (generate, chat, doctor, tune, trace, families):
+    app.command(cls=Command)(command)
 app.add_typer(head_app, name="head")
-app.command(epilog=BENCH_EPILOG)(bench)
+app.command(cls=Command, epilog=BENCH_EPILOG)(bench)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
-    """Branch-parallel speculative decoding behind model.generate().
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Branch-parallel speculative decoding for model.generate().
 
-    Without --target and --draft, commands work on a small pair that comes with the package.
+    Without --target and --draft, commands use a small pair that comes with the package.
 
     Example: hf-specbranch generate "def add(a, b):" --max-new-tokens 64
     """
 
 
 def main() -> None:
-    """Run the command; what a user can put right is told in one line, without a traceback."""
+    """Run the command; errors that a user can correct are one line, without a traceback."""
     try:
         app()
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().split("\n")[0]  # transformers adds advice of its own below
+        first_line = str(error).strip().split("\n")[0]  # transformers adds advice below
         print(f"error: {first_line}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""`hf-specbranch chat`: talk to a pair; the cache is kept between turns."""
+"""`hf-specbranch chat`: chat with a pair; the KV cache is kept between turns."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ..stats import SpecBranchStats
 from . import options
 from .printing import leaving_cleanly, note, stats_lines
 
-COMMANDS = "/stats shows what the last answer took, /reset forgets the conversation, /quit leaves"
+COMMANDS = "/stats: statistics of the last answer; /reset: start a new conversation; /quit: leave"
 
 
 class Conversation:
-    """Turns of one chat.
+    """The turns of one chat.
 
-    The target's keys and values stay between turns: of each turn only what is new is read. With a chat template the
-    whole conversation is written anew each time, and the cache is kept as far as the tokens agree; without one, lines
-    and answers simply follow each other.
+    The target's KV cache is kept between turns, so each turn reads only what is new. With a chat template the whole
+    conversation is tokenized again each time, and the cache is kept as far as the tokens agree. Without one, the
+    user's lines and the answers follow each other.
 
     Args:
         model: a SpecBranch model that remembers its draft.
         tokenizer: its tokenizer, with or without a chat template.
-        asked: further arguments of `generate()`.
+        arguments: further arguments of `generate()`.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, asked: dict[str, Any]) -> None:
-        self.model, self.tokenizer, self.asked = model, tokenizer, asked
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, arguments: dict[str, Any]) -> None:
+        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything said."""
+        """Start a new conversation."""
         self.messages: list[dict[str, str]] = []
         self.text = torch.empty((1, 0), dtype=torch.long, device=self.model.device)  # [1, L] all turns so far
         self.cache = DynamicCache(config=self.model.config)
         self.read = self.text  # [1, M] the tokens in the cache
-        self.kept = 0  # how many of them the last turn could use
+        self.kept = 0  # how many of them the last turn reused
         self.stats: list[SpecBranchStats] = []
 
     def answer(self, line: str, streamer: Any = None) -> str:
-        """Say a line and return the answer. If it is interrupted, the conversation is as it was before."""
+        """Answer a line of the user. If this is interrupted, the conversation stays as it was."""
         messages = [*self.messages, {"role": "user", "content": line}]
         ids = self._ids(messages)
         kept = self._keep(ids)
@@ -56,17 +56,17 @@ class Conversation:
             past_key_values=self.cache,
             streamer=streamer,
             return_dict_in_generate=True,
-            **self.asked,
+            **self.arguments,
         )
-        said: str = self.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": said}]
+        answer: str = self.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.text, self.kept = out.sequences, kept
         self.read = out.sequences[:, : self.cache.get_seq_length()]
         self.stats.append(out.stats)
-        return said
+        return answer
 
     def _ids(self, messages: list[dict[str, str]]) -> Tensor:
-        """[1, L] the conversation up to the answer that is to come."""
+        """Return the tokens [1, L] of the conversation up to the next answer."""
         if self.tokenizer.chat_template is not None:
             written = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -79,15 +79,15 @@ class Conversation:
         return torch.cat([self.text[:, :-1] if ended else self.text, new], dim=1)
 
     def _keep(self, ids: Tensor) -> int:
-        """Crop the cache to what this text shares with the last, and say how much that is."""
+        """Crop the cache to the prefix that it shares with `ids` [1, L], and return the length of that prefix."""
         length = self.read.shape[1]
         shared = min(length, ids.shape[1] - 1)
         differs = (self.read[0, :shared] != ids[0, :shared]).nonzero()
         kept = int(differs[0, 0]) if len(differs) else shared
         if kept < length:
             try:
-                self.cache.crop(kept - length)  # below 0: how many to remove
-            except RuntimeError:  # a sliding window has let go of what would be needed
+                self.cache.crop(kept - length)  # negative: how many to remove
+            except RuntimeError:  # a sliding window has dropped what would be needed
                 self.cache, kept = DynamicCache(config=self.model.config), 0
         self.read = self.read[:, :kept]
         return kept
@@ -100,40 +100,24 @@ class Conversation:
         return ids.to(self.model.device)
 
 
+@options.with_generation_options()
 def chat(
-    target: options.Target = None,
-    draft: options.Draft = None,
-    head: options.Head = None,
-    config: options.Config = None,
-    policy: options.Policy = None,
-    gamma: options.Gamma = None,
-    epsilon: options.Epsilon = None,
-    branches: options.Branches = None,
-    runtime: options.Runtime = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: options.Threads = 0,
+    given: options.GenerationOptions,
     as_json: options.Json = False,
 ) -> None:
-    """Talk to a pair, line by line: /stats, /reset, /quit. Ctrl-C stops an answer.
+    """Chat with a pair, line by line: /stats, /reset, /quit. Ctrl-C stops an answer.
 
     Example: hf-specbranch chat --target org/large-chat --draft org/small-chat --temperature 0.7
     """
-    settings = options.settings_from(config, policy, gamma, epsilon, branches, runtime)
-    asked = options.sampling_from(temperature, top_k, top_p) | {
-        "specbranch": settings,
-        "length_head": options.head_from(head, target, draft, device),
-        "max_new_tokens": max_new_tokens,
+    arguments = given.sampling() | {
+        "specbranch": given.settings(),
+        "length_head": given.head(),
+        "max_new_tokens": given.max_new_tokens,
     }
     with leaving_cleanly():
-        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        torch.manual_seed(seed)
-        conversation = Conversation(specbranch(large, draft=small), tokenizer, asked)
+        target, draft, tokenizer = given.open_pair()
+        torch.manual_seed(given.seed)
+        conversation = Conversation(specbranch(target, draft=draft), tokenizer, arguments)
         if tokenizer.chat_template is None:
             note("This tokenizer has no chat template: your lines are continued as they are.")
         if sys.stdin.isatty():
@@ -142,13 +126,13 @@ def chat(
             if line == "/quit":
                 break
             if line.startswith("/"):
-                _obey(line, conversation)
+                _command(line, conversation)
             else:
                 _answer(line, conversation, as_json)
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, or what is piped in; empty lines are passed over."""
+    """Yield the lines that are typed or piped in; empty lines are skipped."""
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else input()
@@ -158,30 +142,31 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _obey(line: str, conversation: Conversation) -> None:
+def _command(line: str, conversation: Conversation) -> None:
+    """Run one of the slash commands."""
     if line == "/reset":
         conversation.reset()
-        note("forgotten")
+        note("new conversation")
     elif line != "/stats":
         note(f"{line}: no such command; {COMMANDS}")
     elif not conversation.stats:
-        note("nothing said yet")
+        note("no answer yet")
     else:
         turns, last = conversation.stats, conversation.stats[-1]
         note("\n".join(stats_lines(last)))
         note(f"{conversation.kept} tokens of the prompt were in the cache")
         seconds = sum(stats.total_seconds for stats in turns)
-        note(f"{len(turns)} answers, {sum(stats.new_tokens for stats in turns) / seconds:.1f} tokens a second")
+        note(f"{len(turns)} answers, {sum(stats.new_tokens for stats in turns) / seconds:.1f} tokens per second")
 
 
 def _answer(line: str, conversation: Conversation, as_json: bool) -> None:
     streamer = None if as_json else TextStreamer(conversation.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
-        said = conversation.answer(line, streamer)
+        answer = conversation.answer(line, streamer)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
-        note("\n(stopped; this turn is forgotten)")
+        note("\n(stopped; this turn is discarded)")
         return
     if as_json:
-        print(json.dumps({"answer": said, "stats": conversation.stats[-1].to_dict()}), flush=True)
+        print(json.dumps({"answer": answer, "stats": conversation.stats[-1].to_dict()}), flush=True)

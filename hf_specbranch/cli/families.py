@@ -1,4 +1,4 @@
-"""`hf-specbranch families`: is speculation exact on every architecture of the installed transformers?"""
+"""`hf-specbranch families`: check that speculation is exact on every architecture of the installed transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def families(
     output: Annotated[Path | None, typer.Option("--markdown", help="Write a table in Markdown.")] = None,
     threads: options.Threads = 1,
 ) -> None:
-    """Build every architecture in a tiny form, and compare speculation with plain generate() token by token.
+    """Build every architecture at a tiny size, and compare speculation with plain generate() token by token.
 
-    Exit code: 0 all are equal or refused before any work, 1 some are not.
+    Exit code: 0 if all are equal or refused before any work, 1 otherwise.
 
     Example: hf-specbranch families llama gemma3_text qwen2_vl
     """

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..bench.plots import save_rollback
 from ..bench.prompts import python_prompts, read_prompts
 from ..heads import LengthHead
 from ..heads.collect import collect as run_collect
@@ -20,8 +21,7 @@ from ..heads.metrics import check_pictures, save_pictures
 from ..heads.network import Reading
 from ..heads.train import TrainSettings
 from ..heads.train import train as run_train
-from ..plots import save_rollback
-from .options import check_picture, head_from
+from . import options
 from .pair import load_pair
 from .printing import leaving_cleanly
 
@@ -30,43 +30,38 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
-Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" for the embedded target.')]
-Device = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="Of both models' weights in memory.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same result.")]
-Threads = Annotated[int, typer.Option(help="CPU threads for torch; 0 leaves it as it is.")]
+Device = Annotated[str, typer.Option(help="e.g. cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights of both models.")]
 
 
-@app.command()
+@app.command(cls=options.Command)
 @leaving_cleanly()
 def collect(
     prompts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt each.")],
-    out: Annotated[Path, typer.Option(help="Folder for the recorded lines; an unfinished one is gone on with.")],
-    target: Target = None,
-    draft: Draft = None,
-    gamma: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
-    epsilon: Annotated[float, typer.Option(min=0, max=1, help="Confidence threshold.")] = 0.4,
+    out: Annotated[Path, typer.Option(help="Folder for the recorded drafts; an unfinished one is continued.")],
+    target: options.Target = None,
+    draft: options.Draft = None,
+    max_draft_length: Annotated[int, typer.Option(min=1, help="Most tokens drafted at once (gamma).")] = 8,
+    confidence_threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence threshold (epsilon).")] = 0.4,
     temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
-    max_samples: Annotated[int, typer.Option(min=1, help="Stop at this many lines; bounds the disk.")] = 20_000,
-    layers: Annotated[int, typer.Option(min=1, help="K: the target's last layers to keep.")] = 4,
+    max_samples: Annotated[int, typer.Option(min=1, help="Stop at this many drafts; bounds the disk use.")] = 20_000,
+    layers: Annotated[int, typer.Option(min=1, help="K: how many of the target's last layers to keep.")] = 4,
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    seed: Seed = 0,
-    threads: Threads = 0,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = 0,
+    as_json: options.Json = False,
 ) -> None:
-    """Run a pair on prompts and record how its drafts fare.
+    """Run a pair on prompts and record which draft tokens are accepted.
 
-    Example: hf-specbranch head collect --draft weak --prompts humaneval.jsonl --out lines
+    Example: hf-specbranch head collect --draft weak --prompts humaneval.jsonl --out drafts
     """
     texts = read_prompts(prompts)
     settings = CollectSettings(
-        gamma=gamma,
-        confidence_threshold=epsilon,
+        gamma=max_draft_length,
+        confidence_threshold=confidence_threshold,
         temperatures=_numbers(temperatures),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
@@ -77,43 +72,43 @@ def collect(
     _set_threads(threads)
     models = load_pair(target, draft, device, dtype)
     manifest = run_collect(*models, texts, prompts, out, settings, progress=not as_json)
-    said = {"out": str(out), "samples": manifest.samples, "shards": len(manifest.shards)}
-    print(json.dumps(said) if as_json else f"{manifest.samples:,} lines in {len(manifest.shards)} shards under {out}")
+    summary = {"out": str(out), "samples": manifest.samples, "shards": len(manifest.shards)}
+    print(json.dumps(summary) if as_json else f"{manifest.samples:,} drafts in {len(manifest.shards)} shards in {out}")
 
 
-@app.command()
+@app.command(cls=options.Command)
 @leaving_cleanly()
 def train(
     data: Annotated[list[Path], typer.Option(help="Folder that `head collect` wrote; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
     texts: Annotated[
-        Path | None, typer.Option(help="JSON lines of prompts for the target to continue: teaches what it expects.")
+        Path | None, typer.Option(help="Prompts that the target continues first, to learn what its state expects.")
     ] = None,
-    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens the target writes behind each text.")] = 48,
-    target: Target = None,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the target generates after each text.")] = 48,
+    target: options.Target = None,
     features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(FEATURES),
     match_size: Annotated[
-        int, typer.Option(min=0, help="0: the target's features go in directly.")
+        int, typer.Option(min=0, help="0: the target's features are direct inputs.")
     ] = TrainSettings.match_size,
-    query_size: Annotated[int, typer.Option(min=1, help="Width of what is matched.")] = TrainSettings.query_size,
+    query_size: Annotated[int, typer.Option(min=1, help="Width of the matching layer.")] = TrainSettings.query_size,
     layer_sizes: Annotated[str, typer.Option(help="Widths of the hidden layers.")] = "256,64",
-    dropout: Annotated[float, typer.Option(min=0, max=1, help="While training.")] = TrainSettings.dropout,
-    epochs: Annotated[int, typer.Option(min=1, help="At most.")] = TrainSettings.epochs,
-    held_out: Annotated[float, typer.Option(min=0, max=1, help="Part of the prompts.")] = TrainSettings.held_out,
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="During training.")] = TrainSettings.dropout,
+    epochs: Annotated[int, typer.Option(min=1, help="Most epochs.")] = TrainSettings.epochs,
+    held_out: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the prompts.")] = TrainSettings.held_out,
     max_token_loss: Annotated[
-        float, typer.Option(min=0, max=1, help="Tokens per pass that may be given up for less rollback, as a part.")
+        float, typer.Option(min=0, max=1, help="Fraction of tokens per pass to give up for less rollback.")
     ] = TrainSettings.max_token_loss,
-    aim: Annotated[str, typer.Option(help="Choose thresholds for least rollback, or most tokens.")] = "rollback",
+    aim: Annotated[str, typer.Option(help="Thresholds for the least rollback, or the most tokens.")] = "rollback",
     pictures: Annotated[bool, typer.Option(help="Save the learning curve and the confusion matrix.")] = True,
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    seed: Seed = 0,
-    threads: Threads = 0,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = 0,
+    as_json: options.Json = False,
 ) -> None:
-    """Fit a head to recorded lines.
+    """Train a head on recorded drafts.
 
-    Example: hf-specbranch head train --data lines --texts prompts.jsonl --out head
+    Example: hf-specbranch head train --data drafts --texts prompts.jsonl --out head
     """
     settings = TrainSettings(
         features=tuple(features.split(",")),
@@ -140,39 +135,39 @@ def train(
         print(json.dumps({"out": str(out), **report}))
         return
     f1 = report["macro_f1"]
-    print(f"{report['lines']:,} lines, {report['held_out_lines']:,} held out by prompt, {report['epochs']} epochs")
+    print(f"{report['lines']:,} drafts, {report['held_out_lines']:,} held out by prompt, {report['epochs']} epochs")
     print(f"macro-F1 on held-out prompts: head {f1['head']:.3f}, confidence {f1['confidence']:.3f}")
-    print(f"says none above {config.none_threshold}, all above {config.all_threshold}; saved in {out}")
+    print(f"predicts none above {config.none_threshold}, all above {config.all_threshold}; saved in {out}")
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=options.Command)
 @leaving_cleanly()
 def evaluate_head(
     head: Annotated[str, typer.Option(help='Folder or repository id of the head, or "embedded".')],
-    target: Target = None,
-    draft: Draft = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts the head never saw. Default: the 40 that come with the package.")
+        Path | None, typer.Option(help="Prompts that the head was not trained on. Default: our own 40.")
     ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a prompt.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 40,
-    png: Annotated[Path | None, typer.Option(help="Draw rollback and tokens a pass by policy.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw rollback and tokens per pass by policy.")] = None,
     into_card: Annotated[bool, typer.Option(help="Write the table into the head's config and card.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    seed: Seed = 0,
-    threads: Threads = 0,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    threads: options.Threads = 0,
+    as_json: options.Json = False,
 ) -> None:
-    """Measure a head on prompts it never saw: its verdicts, and what they do to rollback and tokens per pass.
+    """Measure a head on unseen prompts: its predictions, and their effect on rollback and tokens per pass.
 
     Example: hf-specbranch head eval --head head --draft weak
     """
-    check_picture(png)
+    options.check_picture(png)
     if into_card and head == "embedded":
-        raise ValueError("--into-card with --head embedded: the head that comes with the package stays as it is")
-    loaded = LengthHead.from_pretrained(head) if head != "embedded" else head_from(head, target, draft, device)
+        raise ValueError("--into-card with --head embedded: the head of the package is not changed")
+    loaded = LengthHead.from_pretrained(head) if head != "embedded" else options.head_from(head, target, draft, device)
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
     _set_threads(threads)
@@ -188,11 +183,11 @@ def evaluate_head(
     print(json.dumps(result) if as_json else eval_table(result))
 
 
-@app.command()
+@app.command(cls=options.Command)
 @leaving_cleanly()
 def push(
     head: Annotated[str, typer.Option(help="Folder of the head.")],
-    repo: Annotated[str, typer.Option(help="Repository id to upload to, made if missing.")],
+    repo: Annotated[str, typer.Option(help="Repository id to upload to; created if missing.")],
     private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to.")] = None,
 ) -> None:
@@ -203,12 +198,12 @@ def push(
     print(LengthHead.from_pretrained(head).push_to_hub(repo, private=private, revision=revision))
 
 
-@app.command()
+@app.command(cls=options.Command)
 @leaving_cleanly()
 def search(
     target: Annotated[str, typer.Option(help="Repository id of the target.")],
     draft: Annotated[str | None, typer.Option(help="Repository id of the draft.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Look on the Hub for heads made for a pair, the best match first.
 
@@ -226,11 +221,11 @@ def search(
 
 
 def _read(texts: Path, new_tokens: int, target: str | None, data: Path, seed: int, device: str, dtype: str) -> Reading:
-    """What the target the lines came from makes of these texts."""
+    """Let the target that the drafts were recorded with continue these texts."""
     beginnings, manifest = [prompt.prompt for prompt in read_prompts(texts)], Manifest.read(data)
     model, _, tokenizer = load_pair(target, target, device, dtype)  # the draft is not needed
     if differing := manifest.target.different_shape(ModelIdentity.of(model), "target"):
-        raise ValueError(f"--target is not the model the lines in {data} came from ({'; '.join(differing)}): name it")
+        raise ValueError(f"--target is not the model that {data} was recorded with ({'; '.join(differing)}): name it")
     known = manifest.settings
     return read_texts(model, tokenizer, beginnings, known.num_layers, known.drafted_tokens, new_tokens, seed=seed)
 

@@ -2,63 +2,176 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+import typer.core
 from transformers import PreTrainedModel
 
+from ..bench.plots import check_plots
 from ..config import POLICIES, RUNTIMES, SpecBranchConfig
 from ..demo_pair import load_demo_pair
-from ..plots import check_plots
 from .pair import EMBEDDED, load_pair
 
+# The settings have the names of `SpecBranchConfig`.
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
 Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" for the embedded target.')]
-Head = Annotated[
+LengthHeadName = Annotated[
     str | None, typer.Option(help='Length head: folder, repository id, "auto", or "embedded" for the embedded pair\'s.')
 ]
+Config = Annotated[Path | None, typer.Option(help="Settings as JSON, e.g. from `tune`; options override them.")]
 Policy = Annotated[str | None, typer.Option(help=f"One of {', '.join(POLICIES)}. Default: auto.")]
-Gamma = Annotated[int | None, typer.Option(min=1, help="Longest draft.")]
-Epsilon = Annotated[float | None, typer.Option(min=0, max=1, help="Stop drafting below this confidence.")]
-Branches = Annotated[int | None, typer.Option(min=1, help="Most branches at a fork.")]
+MaxDraftLength = Annotated[int | None, typer.Option(min=1, help="Most tokens drafted at once (gamma).")]
+ConfidenceThreshold = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Stop drafting below this confidence (epsilon).")
+]
+MaxBranches = Annotated[int | None, typer.Option(min=1, help="Most branches at a branch point (k_max).")]
+MaxRejectionBranches = Annotated[int | None, typer.Option(min=0, help="Most branches at likely rejections.")]
+TreeLeaves = Annotated[int | None, typer.Option(min=0, help="Second choices that the target checks per pass.")]
 Runtime = Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNTIMES)}.")]
-Config = Annotated[Path | None, typer.Option(help="Settings as JSON, e.g. from `tune`; options given here win.")]
-Device = Annotated[str, typer.Option(help="e.g. cpu or cuda; auto takes a GPU if there is one.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights; auto is bfloat16 on a GPU, float32 elsewhere.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this mass.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same result.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 leaves it as it is.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Device = Annotated[str, typer.Option(help="e.g. cpu or cuda; auto takes a GPU if there is one.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights; auto is bfloat16 on a GPU, float32 elsewhere.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 keeps torch's default.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+RENAMED = {
+    "--gamma": "--max-draft-length",
+    "--epsilon": "--confidence-threshold",
+    "--branches": "--max-branches",
+    "--head": "--length-head",
+    "--new-tokens": "--max-new-tokens",
+    "--ways": "--methods",
+}
+REMOVED = {
+    "--file": "give the prompt on standard input, < FILE",
+    "--echo": "the prompt is not printed any more",
+    "--pass-at": "see examples/benchmarks/pass_time.py",
+    "--each-kernel": "see examples/benchmarks/each_kernel.py",
+    "--time-to-first-token": "see examples/benchmarks/latency.py",
+    "--round-cost": "see examples/benchmarks/latency.py",
+    "--stability": "see examples/benchmarks/latency.py",
+    "--predict": "see examples/benchmarks/predictions.py",
+    "--no-predict": "nothing is predicted any more",
+    "--stream-prompts": "one prompt is streamed",
+    "--sweep-prompts": "sweeps use two prompts",
+    "--sweep-specbranch": "name specbranch-best in --methods",
+    "--sweep-epsilon": "use `hf-specbranch tune`",
+}
 
 
-def settings_from(
-    config: Path | None,
-    policy: str | None,
-    gamma: int | None,
-    epsilon: float | None,
-    branches: int | None,
-    runtime: str | None,
-) -> SpecBranchConfig:
-    """The settings in the file, if one is given, with the options that are given in place of its own."""
-    options = {
-        "policy": policy,
-        "max_draft_length": gamma,
-        "confidence_threshold": epsilon,
-        "max_branches": branches,
-        "runtime": runtime,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(read_settings(config) if config is not None else SpecBranchConfig(), **given)  # type: ignore[arg-type]
+class Command(typer.core.TyperCommand):
+    """A command that still accepts the option names of the previous release, with a warning on standard error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
+        end = args.index("--") if "--" in args else len(args)
+        renamed = [_new_name(argument, known) for argument in args[:end]]
+        return super().parse_args(ctx, [*renamed, *args[end:]])
+
+
+def _new_name(argument: str, known: set[str]) -> str:
+    """Return an argument under its new name; an option that was removed is refused."""
+    old, equals, value = argument.partition("=")
+    new = RENAMED.get(old, old)
+    if old in known or new == old and old not in REMOVED:
+        return argument
+    if new not in known:
+        if old in REMOVED:
+            raise ValueError(f"{old} was removed: {REMOVED[old]}")
+        return argument
+    print(f"warning: {old} is now {new}; the next release will not accept {old}", file=sys.stderr)
+    return f"{new}{equals}{value}"
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """The options that `generate`, `chat` and `trace` share."""
+
+    target: Target = None
+    draft: Draft = None
+    length_head: LengthHeadName = None
+    config: Config = None
+    policy: Policy = None
+    max_draft_length: MaxDraftLength = None
+    confidence_threshold: ConfidenceThreshold = None
+    max_branches: MaxBranches = None
+    max_rejection_branches: MaxRejectionBranches = None
+    tree_leaves: TreeLeaves = None
+    runtime: Runtime = None
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    seed: Seed = 0
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    threads: Threads = 0
+
+    def settings(self) -> SpecBranchConfig:
+        """Return the settings of the file, if one is given, overridden by the options."""
+        names = [field.name for field in fields(SpecBranchConfig) if field.name != "length_head"]
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        return replace(read_settings(self.config) if self.config is not None else SpecBranchConfig(), **given)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the arguments of `generate()` that choose tokens."""
+        if self.temperature == 0:
+            if self.top_k is not None or self.top_p is not None:
+                raise ValueError("--top-k and --top-p choose among sampled tokens: add --temperature, e.g. 1.0")
+            return {"do_sample": False}
+        chosen = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def head(self) -> Any:
+        """Return what `generate(length_head=...)` takes."""
+        return head_from(self.length_head, self.target, self.draft, self.device)
+
+    def open_pair(self) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
+        """Load target, draft and tokenizer."""
+        return open_pair(self.target, self.draft, self.device, self.dtype, self.threads)
+
+
+def with_generation_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of `GenerationOptions` to a command, which receives them as its argument `given`.
+
+    Args:
+        defaults: other defaults of this command, by name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        shared = inspect.signature(GenerationOptions, eval_str=True).parameters.values()
+        parameters = [
+            *(each for each in own if each.name != "given"),
+            *(each.replace(default=defaults.get(each.name, each.default)) for each in shared),
+        ]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = GenerationOptions(**{each.name: values.pop(each.name) for each in shared})
+            command(given=given, **values)
+
+        by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def read_settings(path: Path) -> SpecBranchConfig:
-    """A `SpecBranchConfig` from a JSON file; whatever is wrong with the file is told with its name."""
+    """Read a `SpecBranchConfig` from a JSON file; errors name the file."""
     if not path.is_file():
         raise FileNotFoundError(f"--config {path}: no such file; `hf-specbranch tune --out {path}` writes one")
     return SpecBranchConfig.from_json_file(path)
@@ -86,18 +199,8 @@ def check_picture(path: Path | None) -> None:
         check_plots("--png")
 
 
-def sampling_from(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Arguments of `generate()` for this way of choosing tokens."""
-    if temperature == 0:
-        if top_k is not None or top_p is not None:
-            raise ValueError("--top-k and --top-p choose among sampled tokens: add --temperature, e.g. 1.0")
-        return {"do_sample": False}
-    chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
-    return {name: value for name, value in chosen.items() if value is not None}
-
-
 def place(device: str, dtype: str) -> tuple[str, str]:
-    """Device and dtype with "auto" resolved; a device that is not there is refused."""
+    """Return device and dtype with "auto" resolved; refuse a device that does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -112,7 +215,7 @@ def place(device: str, dtype: str) -> tuple[str, str]:
 def open_pair(
     target: str | None, draft: str | None, device: str, dtype: str, threads: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
-    """Target, draft and tokenizer, loaded without a progress bar for each."""
+    """Load target, draft and tokenizer."""
     if threads:
         torch.set_num_threads(threads)
     device, dtype = place(device, dtype)
@@ -120,10 +223,12 @@ def open_pair(
 
 
 def head_from(name: str | None, target: str | None, draft: str | None, device: str) -> Any:
-    """What `generate(length_head=...)` takes for this name."""
+    """Return what `generate(length_head=...)` takes for this name."""
     if name != "embedded":
         return name
     if target is not None:
-        raise ValueError(f"--head embedded with --target {target}: it was trained for the embedded pair, name another")
+        raise ValueError(
+            f"length head embedded with --target {target}: it was trained for the embedded pair, name another"
+        )
     kind = draft if draft in EMBEDDED else "good"
     return load_demo_pair(kind, device=place(device, "auto")[0], head=True)[3]  # type: ignore[call-overload]

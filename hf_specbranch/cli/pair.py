@@ -1,17 +1,23 @@
-"""The pair a command works on."""
+"""Loads the pair that a command works on."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from ..bench.grow import Shape, check_growth, grow, resolve_shape
+from ..bench.grow_head import grow_head
+from ..bench.methods import Pair
 from ..demo_pair import load_demo_pair
+from ..heads import LengthHead
+from ..mixin import specbranch
 
 EMBEDDED = ("good", "weak")
 
@@ -19,16 +25,14 @@ EMBEDDED = ("good", "weak")
 def load_pair(
     target: str | None, draft: str | None, device: str, dtype: str, revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
-    """Target, draft and tokenizer by name; with no target, the embedded one with its "good" or "weak" draft.
+    """Load target, draft and tokenizer by name; without a target, the embedded one with its "good" or "weak" draft.
 
     Raises:
-        ValueError: only one of two names was given, a name of a dtype is unknown, or this is no causal model.
+        ValueError: only one of two names was given, the dtype is unknown, or a model is not a causal one.
         OSError: there is no such folder or repository.
     """
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"dtype {dtype!r}: expected float32, bfloat16 or float16")
-    logging.disable_progress_bar()  # a bar for each model would be most of what is seen
+    kind = dtype_of(dtype)
+    logging.disable_progress_bar()  # one bar per model would be most of what is seen
     if target is None:
         if draft is not None and draft not in EMBEDDED:
             raise ValueError(f"--draft {draft} without --target: name both, or leave both out for the embedded pair")
@@ -38,25 +42,100 @@ def load_pair(
         raise ValueError(f"--target {target} without --draft: name both, or leave both out for the embedded pair")
     check_folder("--target", target)
     check_folder("--draft", draft)
-    with told_of("--target", target):
+    with naming_option("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
         large = AutoModelForCausalLM.from_pretrained(target, dtype=kind, revision=revision)
-    with told_of("--draft", draft):
+    with naming_option("--draft", draft):
         small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind)
     return large.to(device).eval(), small.to(device).eval(), tokenizer
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r}: expected float32, bfloat16 or float16")
+    return dtype
+
+
 def check_folder(option: str, name: str) -> None:
-    """Refuse what looks like a path and is none; anything else may be a repository."""
+    """Refuse what looks like a path but does not exist; anything else may be a repository."""
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"{option} {name}: no such folder")
 
 
 @contextmanager
-def told_of(option: str, name: str) -> Iterator[None]:
-    """Errors of transformers say which option they are about, in one line; what torch says of it stays as it is."""
+def naming_option(option: str, name: str) -> Iterator[None]:
+    """Make errors of transformers one line that names the option."""
     try:
         yield
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise type(error)(f"{option} {name}: {reason}") from error
+
+
+# ---- the pair of a benchmark
+
+
+class PairNames(NamedTuple):
+    """The pair of a benchmark, as the user named it."""
+
+    target: str | None
+    draft: str | None
+    grow: str | None
+    length_head: str | None
+    device: str
+    dtype: str
+
+
+def load_bench_pair(names: PairNames) -> Pair:
+    """Load a pair with SpecBranch attached, grown if requested, with a length head if there is one that fits."""
+    device = _device(names.device)
+    shapes = _shapes(names.grow)
+    logging.disable_progress_bar()
+    head = _small_head(names)
+    if shapes is None:
+        target, draft, tokenizer = load_pair(names.target, names.draft, names.device, names.dtype)
+    else:
+        small, small_draft, tokenizer = load_pair(names.target, names.draft, "cpu", "float32")
+        dtype = dtype_of(names.dtype)
+        for model, shape in zip((small, small_draft), shapes):
+            check_growth(model, shape)
+        target = grow(small, shapes[0], dtype, device)
+        draft = grow(small_draft, shapes[1], dtype, device)
+        if head is not None:
+            head.check_pair(small, small_draft, tokenizer)
+            head = grow_head(head, target, draft)
+    if head is not None:
+        head.check_pair(target, draft, tokenizer)
+    else:
+        print("no length head for this pair: specbranch-head is left out (--length-head names one)", file=sys.stderr)
+    return Pair(specbranch(target), draft, tokenizer, head)
+
+
+def _small_head(names: PairNames) -> LengthHead | None:
+    """Return the named head, or the one of the embedded pair."""
+    if names.length_head is not None:
+        return LengthHead.from_pretrained(names.length_head)
+    if names.target is not None or names.draft not in (None, *EMBEDDED):
+        return None
+    return load_demo_pair(cast(Literal["good", "weak"], names.draft or "good"), head=True)[3]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def _shapes(given: str | None) -> tuple[Shape, Shape] | None:
+    if given is None:
+        return None
+    parts = given.split(":")
+    if len(parts) != 2:
+        raise ValueError(f"--grow {given}: expected the target's shape and the draft's, e.g. 7b:68m")
+    return resolve_shape(parts[0]), resolve_shape(parts[1])

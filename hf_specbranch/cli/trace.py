@@ -25,62 +25,46 @@ WARM_UP_TOKENS = 16
 AGREEMENT = "agreement.json"
 
 
+@options.with_generation_options(max_new_tokens=64)
 def trace(
-    out: Annotated[Path, typer.Option(help="Folder for what is written; made if need be.")],
+    given: options.GenerationOptions,
+    out: Annotated[Path, typer.Option(help="Folder to write to; created if missing.")],
     prompt: Annotated[str | None, typer.Argument(help="Text to continue. Default: standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from here.")] = None,
-    compare: Annotated[str | None, typer.Option(help="A second policy, on the same scale of time.")] = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    head: options.Head = None,
-    config: options.Config = None,
-    policy: options.Policy = None,
-    gamma: options.Gamma = None,
-    epsilon: options.Epsilon = None,
-    branches: options.Branches = None,
-    runtime: options.Runtime = None,
-    max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = 0,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: options.Threads = 0,
+    compare: Annotated[str | None, typer.Option(help="A second policy, on the same time scale.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Record one generation and draw it: who worked when, on which tokens, and what became of them.
+    """Record one generation and draw its timeline: which model ran when, on which tokens, and their fate.
 
-    timeline.html is one page for any browser; trace.json opens in Perfetto; agreement.json (greedy only) is what
-    hf_specbranch.planning.simulate predicts other machines from.
+    timeline.html is a page for any browser. trace.json opens in Perfetto. agreement.json (greedy only) is the input
+    of hf_specbranch.planning.simulate, which predicts other machines.
 
     Example: hf-specbranch trace "def add(a, b):" --out timeline --compare vanilla
     """
     with leaving_cleanly():
-        text = prompt_from(prompt, file)
-        settings = options.settings_from(config, policy, gamma, epsilon, branches, runtime)
+        text = prompt_from(prompt)
+        settings = given.settings()
         if compare is not None and compare not in POLICIES:
             raise ValueError(f"--compare {compare}: expected one of {', '.join(POLICIES)}")
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"--out {out}: a file of that name is there; name a folder")
-        sampling = options.sampling_from(temperature, top_k, top_p)
-        settings = replace(settings, length_head=options.head_from(head, target, draft, device) or settings.length_head)
-        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        model = specbranch(large, draft=small)
+        sampling = given.sampling()
+        settings = replace(settings, length_head=given.head() or settings.length_head)
+        target, draft, tokenizer = given.open_pair()
+        model = specbranch(target, draft=draft)
         policies = [settings.policy] if compare is None else [settings.policy, compare]
         if "auto" in policies:
             print("auto changes its plans in mid-text; what is drawn for it is specbranch", file=sys.stderr)
         recordings = []
         for name in policies:
-            chosen = as_if_captured(replace(settings, policy=name), large.device, is_cheap(large, small))
-            for count in (min(WARM_UP_TOKENS, max_new_tokens), max_new_tokens):  # what is slow once is not drawn
-                torch.manual_seed(seed)
+            chosen = as_if_captured(replace(settings, policy=name), target.device, is_cheap(target, draft))
+            for count in (min(WARM_UP_TOKENS, given.max_new_tokens), given.max_new_tokens):  # the first is a warm-up
+                torch.manual_seed(given.seed)
                 found = record(model, tokenizer, text, specbranch=chosen, max_new_tokens=count, **sampling)
             recordings.append(found)
         trace_file, page_file = save(recordings, out)
-        if not sampling["do_sample"]:  # a greedy text can be replayed with other settings and step costs
-            ids = tokenizer(text, return_tensors="pt")["input_ids"].to(large.device)
-            save_agreements([record_agreement(model, small, {"input_ids": ids}, max_new_tokens)], out / AGREEMENT)
+        if not sampling["do_sample"]:  # greedy text can be replayed with other settings and step costs
+            ids = tokenizer(text, return_tensors="pt")["input_ids"].to(target.device)
+            save_agreements([record_agreement(model, draft, {"input_ids": ids}, given.max_new_tokens)], out / AGREEMENT)
         if as_json:
             stats = [each.stats.to_dict() for each in recordings]
             print(json.dumps({"trace": str(trace_file), "timeline": str(page_file), "stats": stats}))
@@ -89,7 +73,7 @@ def trace(
                 print("\n".join(stats_lines(each.stats)) + "\n")
             print(f"{page_file}: open it in a browser\n{trace_file}: open it in Perfetto")
             if not sampling["do_sample"]:
-                print(f"{out / AGREEMENT}: how the draft did, for hf_specbranch.planning.simulate")
+                print(f"{out / AGREEMENT}: input of hf_specbranch.planning.simulate")
 
 
 def save(recordings: list[Recording], folder: Path) -> tuple[Path, Path]:

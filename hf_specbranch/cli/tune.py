@@ -12,11 +12,11 @@ import typer
 from rich.table import Table
 from tqdm import tqdm
 
+from ..bench.plots import save_by_length
 from ..bench.prompts import python_prompts, read_prompts
 from ..mixin import specbranch
 from ..planning.tune import POLICIES, Tuning, tuning_generations
 from ..planning.tune import tune as run_tune
-from ..plots import save_by_length
 from . import options
 from .printing import Console, leaving_cleanly
 

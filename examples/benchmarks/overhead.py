@@ -1,9 +1,9 @@
-"""How much of a round is spent outside model forwards, here and in transformers' own assisted decoding.
+"""Measure how much of a round is spent outside model forwards, here and in transformers' own assisted decoding.
 
-python -m hf_specbranch.bench.overhead
-python -m hf_specbranch.bench.overhead --pair demo --lengths 4 8 --repeats 9
+    python examples/benchmarks/overhead.py
+    python examples/benchmarks/overhead.py --pair demo --lengths 4 8 --repeats 9
 
-Both run the same target and draft, greedy, with drafts of the same fixed length, in turns, on one thread.
+Both run the same target and draft in turns: greedy, with drafts of the same fixed length, on one thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from .. import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 
 PROMPT_TOKENS = 32
 
 
 class Run(NamedTuple):
-    """One generation."""
+    """The speed of one generation."""
 
     tokens_per_second: float
     outside: float  # share of the time not spent in forwards of either model
@@ -47,12 +47,12 @@ class ForwardTimer:
             finally:
                 self.seconds += time.perf_counter() - began
 
-        timed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        timed.__signature__ = inspect.signature(forward)
         return timed
 
 
 def tiny_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Random models so small that a forward is little more than its Python."""
+    """Return random models so small that a forward is little more than its Python code."""
 
     def make(layers: int) -> PreTrainedModel:
         torch.manual_seed(0)
@@ -65,9 +65,9 @@ def tiny_pair() -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def compare(
-    target: PreTrainedModel, draft: PreTrainedModel, length: int, new_tokens: int, repeats: int
+    target: PreTrainedModel, draft: PreTrainedModel, length: int, max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Medians of both ways, measured in turns."""
+    """Measure both in turns, and return medians."""
     timer = ForwardTimer(target, draft)
     model = specbranch(target)
     vocabulary = target.config.vocab_size
@@ -76,19 +76,19 @@ def compare(
         num_assistant_tokens=length, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
     settings = SpecBranchConfig(policy="vanilla", max_draft_length=length, confidence_threshold=0.0)
-    common = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, assistant_model=draft)
+    common = dict(max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens, do_sample=False, assistant_model=draft)
 
     def run(choice: SpecBranchConfig | bool) -> tuple[Run, torch.Tensor]:
         timer.seconds, began = 0.0, time.perf_counter()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), specbranch=choice, **common)
         total = time.perf_counter() - began
-        return Run(new_tokens / total, 1 - timer.seconds / total), out
+        return Run(max_new_tokens / total, 1 - timer.seconds / total), out
 
     pairs = []
     for _ in range(repeats + 1):  # the first is a warm-up
         (theirs, text), (ours, same) = run(False), run(settings)
         if not torch.equal(text, same):
-            raise RuntimeError("the two ways generated different tokens")
+            raise RuntimeError("the two generated different tokens")
         pairs.append((theirs, ours))
     pairs = pairs[1:]
     return {
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         "--pair", choices=("tiny", "demo"), default="tiny", help="random tiny models, or the embedded pair"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8], help="draft lengths")
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="torch threads; one is steadier for small models")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         print("draft length   transformers   vanilla   ratio   outside forwards: transformers, vanilla")
     for length in args.lengths:
         target, draft = tiny_pair() if args.pair == "tiny" else load_demo_pair()[:2]
-        row = compare(target, draft, length, args.new_tokens, args.repeats)
+        row = compare(target, draft, length, args.max_new_tokens, args.repeats)
         if args.json:
             print(json.dumps(row))
         else:

@@ -1,10 +1,17 @@
-"""The distance to the limit: a pass cannot be faster than its weights can be read once."""
+"""Time a target pass and a draft step against the limit: a pass cannot be faster than its weights can be read once.
+
+    python examples/benchmarks/pass_time.py
+    python examples/benchmarks/pass_time.py --grow 7b:68m --device cuda --dtype bfloat16 --contexts 512,4000,16000
+
+The limit is the weights' bytes over the bandwidth of a large copy on the same device. The draft step is timed at the
+first context only.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import sys
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,17 +19,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..runtime.selection import runner_for
+from hf_specbranch.bench.timing import forget
+from hf_specbranch.runtime.selection import runner_for
 
-BRANCHES = (1, 4)  # of a draft step
-STEPS = (2, 6)  # of stages whose difference tells what a step takes
+sys.path.insert(0, str(Path(__file__).parent))
+from lab import check_context, finish, load, overrides, parser_for, timed, whole_numbers  # noqa: E402
+
+BRANCHES = (1, 4)  # draft steps are timed with so many branches
+STEPS = (2, 6)  # the cost of a step is the difference between stages of these lengths
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}  # large enough to leave every cache
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights one pass reads: all but the embedding table, of which it reads a few rows.
+    """Return the bytes of weights that one pass reads: all but the embedding table, of which it reads a few rows.
 
-    A table that is also the output layer is read, as the output layer.
+    A table that is also the output layer is read in full, so it counts.
     """
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     skipped = table.weight if output is None or output.weight is not table.weight else None
@@ -30,7 +41,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int = 10) -> float:
-    """Bytes a second that a large copy on one device reads and writes."""
+    """Return the bytes per second that a large copy on one device reads and writes."""
     size = size or COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
@@ -41,10 +52,10 @@ def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int =
 def target_pass(
     model: PreTrainedModel, context: int, queries: int, runtime: str, kernels: bool | str = "auto", repeats: int = 30
 ) -> float:
-    """Seconds of one pass over `queries` tokens behind `context` others, the median of many.
+    """Return the median seconds of one pass over `queries` tokens after a context of `context` tokens.
 
-    On CUDA the passes are queued one behind the other, so that launching them costs nothing where the runtime
-    launches faster than the device runs.
+    On CUDA the passes are queued one after another. Launching is hidden where the runtime launches faster than the
+    device runs.
     """
     device, total = model.device, context + queries
     tokens, columns = _text(model, total)
@@ -60,9 +71,9 @@ def target_pass(
 def draft_step(
     model: PreTrainedModel, context: int, branches: int, runtime: str, kernels: bool | str = "auto", repeats: int = 30
 ) -> float:
-    """Seconds of one step over a token of each branch behind `context` others, among the steps of a stage.
+    """Return the seconds that one more draft step takes, over one token of each branch after `context` tokens.
 
-    That is what drafting one token more takes: where stages are captured, launching is not part of it.
+    It is the difference between a longer and a shorter stage. Where stages are captured, launching is not part of it.
     """
     device, total = model.device, context + branches
     tokens, columns = _text(model, total)
@@ -74,7 +85,7 @@ def draft_step(
         visible = (slots < context) | (slots == last[:, :, None])  # [1, K, S]
         runner.reserve(1, shown)
         runner.prefill(tokens[:, :context], columns[:, :context], None)
-        buffers = runner.buffers(object())  # which nobody asks for again
+        buffers = runner.buffers(object())  # a key of its own: these buffers are not shared
 
         def stage(steps: int) -> None:
             for _ in range(steps):
@@ -87,30 +98,10 @@ def draft_step(
 
 
 def _text(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and columns of them: positions and slots alike."""
+    """Return random tokens [1, L] and their columns [1, L], which serve as positions and as slots."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     return tokens.to(model.device), torch.arange(length, device=model.device)[None]
-
-
-def timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls after three that do not count; by device events on CUDA."""
-    for _ in range(3):
-        work()
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(repeats):
-            work()
-            marks.append(time.perf_counter())
-        return [later - earlier for earlier, later in zip(marks, marks[1:])]
-    with torch.cuda.device(device):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        for event in events[1:]:
-            work()
-            event.record()
-        torch.cuda.synchronize(device)
-    return [earlier.elapsed_time(later) / 1000 for earlier, later in zip(events, events[1:])]
 
 
 def distance_to_limit(
@@ -120,7 +111,7 @@ def distance_to_limit(
     kernels: bool | str = "auto",
     queries: tuple[int, ...] = (1, 8),
 ) -> dict[str, Any]:
-    """Weights over bandwidth against the time of a pass, at each context and number of tokens."""
+    """Compare the time of a pass with reading the weights once, at each context and number of tokens."""
     weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
     limit = weights / bandwidth
     passes = []
@@ -140,7 +131,7 @@ def distance_to_limit(
 
 
 def draft_steps(model: PreTrainedModel, context: int, runtime: str, kernels: bool | str = "auto") -> dict[str, Any]:
-    """Weights over bandwidth against the time of a draft step, of one branch and of several."""
+    """Compare the time of a draft step with reading the weights once, for one branch and for several."""
     weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
     limit = weights / bandwidth
     steps = []
@@ -155,3 +146,42 @@ def draft_steps(model: PreTrainedModel, context: int, runtime: str, kernels: boo
         "context": context,
         "steps": steps,
     }
+
+
+def pass_lines(found: dict[str, Any]) -> list[str]:
+    """Return the result of `distance_to_limit` as text."""
+    first = (
+        f"limit: {found['weight_bytes'] / 1e9:.2f} GB of target weights at {found['copy_bytes_per_second'] / 1e12:.2f} "
+        f"TB/s (a copy, read and written) take {found['limit_ms']:.2f} ms"
+    )
+    return [first] + [
+        f"target pass ({found['runtime']}) over {entry['tokens']} token{'s' * (entry['tokens'] > 1)} at "
+        f"{entry['context']} tokens of context: {entry['ms']:.2f} ms, {entry['times_the_limit']:.2f} times the limit"
+        for entry in found["passes"]
+    ]
+
+
+def step_lines(found: dict[str, Any]) -> list[str]:
+    """Return the result of `draft_steps` as text."""
+    return [
+        f"draft step ({found['runtime']}) with {entry['branches']} branch{'es' * (entry['branches'] > 1)} at "
+        f"{found['context']} tokens of context: {entry['ms']:.3f} ms, {entry['times_the_limit']:.2f} times the "
+        f"{found['limit_ms']:.3f} ms that reading {found['weight_bytes'] / 1e9:.2g} GB of draft weights takes"
+        for entry in found["steps"]
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--contexts", type=whole_numbers, default=(512,), help="tokens before the pass, e.g. 512,4000")
+    args = parser.parse_args(argv)
+    pair, ours = load(args), overrides(args)
+    check_context(pair, args.contexts)
+    target = distance_to_limit(pair.target, args.contexts, ours.runtime, ours.kernels)
+    forget(pair)
+    draft = draft_steps(pair.draft, args.contexts[0], ours.runtime, ours.kernels)
+    finish(args, {"target": target, "draft": draft}, [*pass_lines(target), *step_lines(draft)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,14 @@
-"""Every kernel of a pass alone, at a model's sizes: beside what torch takes, and beside a copy of as many bytes."""
+"""Time every kernel of a pass alone, at a model's sizes, against torch and against a copy of as many bytes.
+
+python examples/benchmarks/each_kernel.py
+python examples/benchmarks/each_kernel.py --grow 7b:68m --device cuda --dtype bfloat16
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,40 +16,43 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ..kernels.angles import angles, angles_reference
-from ..kernels.attention import attend
-from ..kernels.autotune import autotune
-from ..kernels.gated import gated, gated_product, gated_reference
-from ..kernels.linear import linear_split_k
-from ..kernels.norm import rms_norm, rms_norm_reference
-from ..kernels.rotary import Slots, rotary, rotary_reference
-from .limit import copy_bandwidth, timed
+from hf_specbranch.kernels.angles import angles, angles_reference
+from hf_specbranch.kernels.attention import attend
+from hf_specbranch.kernels.autotune import autotune
+from hf_specbranch.kernels.gated import gated, gated_product, gated_reference
+from hf_specbranch.kernels.linear import linear_split_k
+from hf_specbranch.kernels.norm import rms_norm, rms_norm_reference
+from hf_specbranch.kernels.rotary import Slots, rotary, rotary_reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from lab import finish, load, parser_for, timed  # noqa: E402
+from pass_time import copy_bandwidth  # noqa: E402
 
 TOKENS, CONTEXT = 8, 512
-LARGEST_CACHE = 128 << 20  # bytes; operands that are read once in a pass must not come from a cache
+LARGEST_CACHE = 128 << 20  # bytes; operands that a pass reads once must not come from a cache
 CALLS = 16  # in one measurement
 
 
 class Work(NamedTuple):
-    """One kernel's work. Both ways are called with a number, and may take other operands for each."""
+    """The work of one kernel. Both versions take the number of the call, which selects their operands."""
 
     name: str
     kernel: Callable[[int], object]
-    torch_way: Callable[[int], object]
+    in_torch: Callable[[int], object]
     moved: int  # bytes read and written
 
 
 @torch.no_grad()
 def each_kernel(model: PreTrainedModel, tokens: int = TOKENS, context: int = CONTEXT) -> list[dict[str, Any]]:
-    """Microseconds of each kernel, of the same in torch, and of a copy that moves as many bytes.
+    """Return the microseconds of each kernel, of the same work in torch, and of a copy that moves as many bytes.
 
-    On CUDA many calls are captured in one graph, so that launching them costs nothing. On a CPU the kernels are their
-    torch references.
+    On CUDA many calls are captured in one graph, so launching them costs nothing. On a CPU the kernels are their torch
+    references.
 
     Args:
-        model: whose sizes, dtype and device to take; of the kind that the kernels serve.
-        tokens: in the pass.
-        context: tokens before them.
+        model: gives sizes, dtype and device; must be of a kind that the kernels serve.
+        tokens: number of tokens in the pass.
+        context: number of tokens before the pass.
 
     Example:
         >>> from hf_specbranch import load_demo_pair
@@ -53,27 +62,27 @@ def each_kernel(model: PreTrainedModel, tokens: int = TOKENS, context: int = CON
     bandwidth = copy_bandwidth(model.device)
     found = []
     for work in Pass(model, tokens, context):
-        taken = [1e6 * _seconds(way, model.device) for way in (work.kernel, work.torch_way)]
+        taken = [1e6 * _seconds(version, model.device) for version in (work.kernel, work.in_torch)]
         limit = 1e6 * work.moved / bandwidth
         found.append({"name": work.name, "us": taken[0], "torch_us": taken[1], "copy_us": limit})
     return found
 
 
 def check_sizes(model: PreTrainedModel) -> None:
-    """Refuse models whose sizes go by other names: their kernels would be guesses."""
+    """Refuse models whose config names its sizes differently."""
     config = model.config.get_text_config(decoder=True)
     missing = [
         name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if not hasattr(config, name)
     ]
     if missing:
         raise ValueError(
-            f"--each-kernel: {type(model).__name__} has no {', '.join(missing)} in its config; the kernels serve "
+            f"{type(model).__name__} has no {', '.join(missing)} in its config; the kernels serve "
             f"models built like Llama"
         )
 
 
 class Pass:
-    """Operands of a pass over some tokens, kernel by kernel."""
+    """Makes the operands of a pass over some tokens, kernel by kernel."""
 
     def __init__(self, model: PreTrainedModel, tokens: int, context: int) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -119,7 +128,7 @@ class Pass:
         keys, values = self.random(2, 1, self.shared, self.context + self.tokens, self.size)
         places = self.positions + self.context
 
-        def in_torch(_: int) -> None:
+        def by_torch(_: int) -> None:
             rotary_reference(self.query, cos, sin)
             keys.index_copy_(2, places[0], rotary_reference(key, cos, sin))
             values.index_copy_(2, places[0], key)
@@ -127,7 +136,7 @@ class Pass:
         return Work(
             "rotary with the cache",
             lambda _: rotary(self.query, key, key, cos, sin, None, Slots(keys, values, places)),
-            in_torch,
+            by_torch,
             2 * (self.query.nbytes + 2 * key.nbytes),
         )
 
@@ -140,11 +149,11 @@ class Pass:
             keys, values = caches[call % len(caches)]
             attend(self.query, keys, values, mask, self.size**-0.5)
 
-        def in_torch(call: int) -> None:
+        def by_torch(call: int) -> None:
             keys, values = caches[call % len(caches)]
             functional.scaled_dot_product_attention(self.query, keys, values, attn_mask=mask, enable_gqa=True)
 
-        return Work("attention", ours, in_torch, caches[0].nbytes)
+        return Work("attention", ours, by_torch, caches[0].nbytes)
 
     def gate(self) -> Work:
         both = self.random(self.tokens, 2 * self.inner)
@@ -173,27 +182,51 @@ class Pass:
 
 
 def _many(make: Callable[[], Tensor]) -> list[Tensor]:
-    """So many operands that no cache holds all of them; on a CPU one."""
+    """Make so many operands that no cache holds all of them; one on a CPU."""
     first = make()
     size = first.numel() * first.element_size()
     more = min(CALLS, LARGEST_CACHE // size) if first.is_cuda else 0
     return [first, *(make() for _ in range(more))]
 
 
-def _seconds(way: Callable[[int], object], device: torch.device) -> float:
-    """Of one call, the least of some measurements."""
+def _seconds(work: Callable[[int], object], device: torch.device) -> float:
+    """Return the seconds of one call, the least of several measurements."""
     if device.type != "cuda":
-        return min(timed(lambda: way(0), device, CALLS))
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        return min(timed(lambda: work(0), device, CALLS))
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        way(0)  # compiled outside the capture
+        work(0)  # compiled outside the capture
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in range(CALLS):
-                way(call)
+                work(call)
         finally:
             graph.capture_end()
         seconds = min(timed(graph.replay, device, 10)) / CALLS
     torch.cuda.current_stream(device).wait_stream(stream)
     return seconds
+
+
+def lines(found: list[dict[str, Any]]) -> list[str]:
+    """Return one line per kernel."""
+    return [
+        f"{entry['name']}: {entry['us']:.1f} us, in torch {entry['torch_us']:.1f}; a copy of its bytes takes "
+        f"{entry['copy_us']:.1f}"
+        for entry in found
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens in the pass (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens before it (default: %(default)s)")
+    args = parser.parse_args(argv)
+    target = load(args).target
+    check_sizes(target)
+    found = each_kernel(target, args.tokens, args.context)
+    finish(args, found, lines(found))
+
+
+if __name__ == "__main__":
+    main()

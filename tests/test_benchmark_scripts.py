@@ -1,0 +1,198 @@
+"""The scripts in examples/benchmarks measure what they say, and each of them runs."""
+
+import copy
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from hf_specbranch import specbranch
+from hf_specbranch.bench.measure import Benchmark, Plan
+from hf_specbranch.bench.methods import METHODS, Overrides, Pair, check_names
+from hf_specbranch.bench.report import build
+
+from .families import make
+from .heads import random_head
+from .models import llama, prompt
+
+SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))
+each_kernel = importlib.import_module("each_kernel")
+lab = importlib.import_module("lab")
+latency = importlib.import_module("latency")
+overhead = importlib.import_module("overhead")
+pass_time = importlib.import_module("pass_time")
+predictions = importlib.import_module("predictions")
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def pair(target, draft):
+    return Pair(specbranch(copy.deepcopy(target)), copy.deepcopy(draft), None, random_head(target, draft))
+
+
+@pytest.fixture(scope="module")
+def finished(pair):
+    """All methods on two prompts of the tiny pair."""
+    prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
+    plan = Plan(
+        check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, repeat=2, sweep=(1, 3), sweep_prompts=1
+    )
+    benchmark = Benchmark(pair, prompts, plan)
+    benchmark.run()
+    return benchmark, build(benchmark, {}, interrupted=False)
+
+
+# ---- predictions
+
+
+def test_methods_are_predicted_from_each_other(finished):
+    benchmark, report = finished
+    found = predictions.predictions(benchmark)
+    methods = report["methods"]
+    ours = [name for name, row in methods.items() if row["settings"] and name not in ("auto", "specbranch-head")]
+    assert list(found["methods"]) == ours
+    for name, row in found["methods"].items():
+        assert row["measured"]["tokens_per_pass"] == methods[name]["mean_acceptance_length"]
+        assert row["predicted"]["tokens_per_pass"] == pytest.approx(row["measured"]["tokens_per_pass"], rel=0.15)
+        speeds = [(entry["new_tokens"] - 1) / median(entry["decode_seconds"]) for entry in methods[name]["prompts"]]
+        assert row["measured"]["tokens_per_second"] == pytest.approx(median(speeds))
+        assert row["predicted"]["tokens_per_second"] > 0 and row["error"]["tokens_per_second"] > -1
+    assert found["median_error"]["tokens_per_pass"] < 0.05
+    assert "predicted by replay" in predictions.lines(found)[0] and found["costs"]["target_pass_ms"] > 0
+    lengths = [entry["max_draft_length"] for entry in found["by_length"]["vanilla-best"]]
+    assert lengths == [1, 3] and all(
+        entry["predicted"] > 0 < entry["measured"] for entry in found["by_length"]["pearl-best"]
+    )
+
+
+def test_too_few_methods_predict_nothing(pair):
+    benchmark = Benchmark(pair, [("a", prompt(length=7))], Plan(("plain", "autoregressive"), max_new_tokens=6))
+    benchmark.run()
+    assert predictions.predictions(benchmark) is None
+
+
+def test_predictions_are_drawn(finished, tmp_path):
+    pytest.importorskip("matplotlib")
+    predictions.save_predictions(predictions.predictions(finished[0]), tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the time of a pass
+
+
+def test_embedding_table_counts_only_as_output_layer():
+    table = 48 * 32 * 4
+    untied, tied = llama(0), llama(0, tie_word_embeddings=True)
+    everything = sum(weight.numel() * 4 for weight in untied.parameters())
+    assert pass_time.weight_bytes(untied) == everything - table
+    assert pass_time.weight_bytes(tied) == everything - table
+
+
+def test_distance_to_the_limit(pair):
+    found = pass_time.distance_to_limit(pair.target, (16, 64), "auto")  # caches grow in steps of 64
+    assert found["limit_ms"] == pytest.approx(1000 * found["weight_bytes"] / found["copy_bytes_per_second"])
+    assert [(entry["context"], entry["tokens"]) for entry in found["passes"]] == [(16, 1), (16, 8), (64, 1), (64, 8)]
+    for entry in found["passes"]:
+        assert entry["times_the_limit"] == pytest.approx(entry["ms"] / found["limit_ms"])
+
+
+def test_draft_step_is_the_difference_of_stages(pair, monkeypatch):
+    masks, stages = [], []
+
+    def timed(work, *_):
+        masks.clear()
+        work()
+        stages.append(len(masks))
+        return [3.0 + 0.5 * len(masks)]
+
+    monkeypatch.setattr(pass_time, "timed", timed)
+    monkeypatch.setattr(pass_time, "copy_bandwidth", lambda _: 2.0 * pass_time.weight_bytes(pair.draft))
+    hook = pair.draft.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+    )
+    try:
+        found = pass_time.draft_steps(pair.draft, 16, "eager")
+    finally:
+        hook.remove()
+    assert stages == [2, 6, 2, 6]
+    assert masks[0][0, 0, :, :24].tolist() == [
+        [slot < 16 or slot == 16 + own for slot in range(24)] for own in range(4)
+    ]
+    assert [(entry["branches"], entry["ms"]) for entry in found["steps"]] == [(1, 500.0), (4, 500.0)]
+    assert found["limit_ms"] == 500.0 and found["steps"][0]["times_the_limit"] == 1.0
+
+
+# ---- latency and kernels
+
+
+def test_latency_is_measured_and_printed(pair, finished):
+    benchmark, ours = finished[0], Overrides(max_draft_length=4)
+    found = {
+        "time_to_first_token": latency.time_to_first_token(pair, benchmark.inputs, ours, 30, repeats=1),
+        "round_cost": latency.round_cost(pair, benchmark.inputs, ours, (238, 244), repeats=1),
+        "stability": latency.stability(pair, benchmark.inputs[0], ours, 3, NEW_TOKENS),
+    }
+    assert found["time_to_first_token"]["prompt_tokens"] == 30 and found["time_to_first_token"]["ratio"] > 0
+    assert [row["context"] for row in found["round_cost"]] == [238, 244]
+    speeds = found["stability"]["tokens_per_second"]
+    assert len(speeds) == 3 and found["stability"]["ratio"] == pytest.approx(speeds[-1] / speeds[0])
+    text = "\n".join(latency.lines(found))
+    assert "at 244 tokens of context" in text and "3 runs" in text and "30-token prompt" in text
+
+
+def test_each_kernel_is_timed(pair):
+    found = each_kernel.each_kernel(pair.target)
+    assert len(found) == 9 and all(min(entry["us"], entry["torch_us"]) > 0 for entry in found)
+    text = "\n".join(each_kernel.lines(found))
+    assert "norm with residual: " in text and "product, down (" in text
+
+
+def test_models_with_other_sizes_are_refused():
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no intermediate_size in its config"):
+        each_kernel.check_sizes(make("gpt2"))
+
+
+def test_contexts_that_do_not_fit_are_refused(pair):
+    with pytest.raises(ValueError, match="255 tokens leaves no room for 8 more in the target's context of 256"):
+        lab.check_context(pair, (255,))
+
+
+# ---- the scripts
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (pass_time, ["--contexts", "16"]),
+        (each_kernel, ["--tokens", "2", "--context", "16"]),
+        (latency, ["--rounds-at", "20", "--repeat", "1", "--num-prompts", "1"]),
+        (
+            predictions,
+            ["--methods", "autoregressive,vanilla-best,vanilla-stop,specbranch", "--sweep", "2"]
+            + ["--num-prompts", "1", "--max-new-tokens", "8"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_script_writes_its_result(script, arguments, tmp_path, capsys):
+    script.main([*arguments, "--threads", "1", "--json", str(tmp_path / "result.json")])
+    assert capsys.readouterr().out.strip() and json.loads((tmp_path / "result.json").read_text())
+
+
+def test_overhead_compares_with_transformers(capsys):
+    overhead.main(["--lengths", "2", "--max-new-tokens", "8", "--repeats", "1", "--json"])
+    assert json.loads(capsys.readouterr().out)["ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_script_has_help(path):
+    if path.stem in ("lab", "real_shapes"):
+        pytest.skip("a module of the scripts")
+    done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and f"python examples/benchmarks/{path.name}" in done.stdout
