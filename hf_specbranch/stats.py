@@ -1,4 +1,4 @@
-"""What one generation did, counted."""
+"""Counts and times of one generation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,39 @@ class Totals(NamedTuple):
 )
 @dataclass
 class SpecBranchStats:
-    """Counts and times of one `generate()` call, all rows of the batch together.
+    """Counts and times of one `generate()` call, over all rows of the batch.
 
-    Every drafted token ends as exactly one of *accepted* (it is in the output), *rolled back* (it stood on the
-    line the loop followed and was thrown away) or *wasted* (it stood on a branch that lost).
+    Every draft token ends as exactly one of *accepted* (it is in the output), *rolled back* (it was on the branch that
+    the loop followed, and was discarded) or *wasted* (it was on a branch that lost).
+
+    Attributes:
+        policy: the policy that ran.
+        runtime: what ran the target: "eager" or "graph".
+        slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
+        graphs_captured: stages captured during this call, which takes time; later calls replay them.
+        new_tokens: generated tokens.
+        target_forwards: forward passes of the target, the prefill included.
+        draft_forwards: forward passes of the draft model.
+        target_positions: tokens per row that the target's passes read, the prompt excluded.
+        draft_positions: tokens per row that the draft's passes read, the prompt excluded.
+        row_passes: target passes, each counted once per unfinished row.
+        num_drafts: verifications of a draft, one per row and pass.
+        num_draft_tokens: draft tokens, those on branches included.
+        num_accepted_tokens: draft tokens that are in the output.
+        rollback_tokens: draft tokens that were rolled back.
+        wasted_branch_tokens: draft tokens that were wasted on branches.
+        branch_points: verifications that reached a branch point.
+        branch_hits: branch points at which a branch survived.
+        rejection_points: verifications that rejected a draft token while rejection branches were open.
+        rejection_hits: rejection points at which a rejection branch survived.
+        tree_leaves: tree leaves that the target checked.
+        tree_leaf_hits: tree leaves that were accepted; each brings one more token.
+        acceptance_histogram: entry `i` counts the verifications that accepted `i` draft tokens.
+        draft_seconds: time of drafting that could overlap with the target.
+        hidden_seconds: the part of `draft_seconds` during which the target ran.
+        plans: what `policy="auto"` chose, predicted and measured, plan by plan.
+        time_to_first_token: seconds from the call to the first token.
+        total_seconds: seconds of the whole call.
 
     Example:
         >>> from hf_specbranch import SpecBranchStats
@@ -40,41 +69,41 @@ class SpecBranchStats:
     """
 
     policy: str = ""
-    runtime: str = ""  # what ran the target: "eager" or "graph"
-    slowed_by: str = ""  # why rounds were driven step by step from the host although graphs were there; else empty
-    graphs_captured: int = 0  # stages that were recorded meanwhile, which takes time; later generations replay them
+    runtime: str = ""
+    slowed_by: str = ""
+    graphs_captured: int = 0
     new_tokens: int = 0
-    target_forwards: int = 0  # the prefill is one of them
+    target_forwards: int = 0
     draft_forwards: int = 0
-    target_positions: int = 0  # tokens that these forwards read of a row, the prompt left out
-    draft_positions: int = 0  # likewise
-    row_passes: int = 0  # target passes counted once for each row still being generated
-    num_drafts: int = 0  # verdicts on something drafted
+    target_positions: int = 0
+    draft_positions: int = 0
+    row_passes: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     rollback_tokens: int = 0
     wasted_branch_tokens: int = 0
-    branch_points: int = 0  # verdicts that reached a fork
-    branch_hits: int = 0  # of these, the ones after which a branch lived on
-    rejection_points: int = 0  # verdicts that ended the chain early although branches were there for that case
-    rejection_hits: int = 0  # of these, the ones after which a branch lived on
-    tree_leaves: int = 0  # runner-up tokens the target checked beside the chains
-    tree_leaf_hits: int = 0  # of these, the ones that were right and brought a further token
-    acceptance_histogram: list[int] = field(default_factory=list)  # [i]: verdicts that accepted i drafted tokens
-    draft_seconds: float = 0.0  # drafting that could run beside the target
-    hidden_seconds: float = 0.0  # the part of it during which the target ran too
-    plans: list[dict[str, Any]] = field(default_factory=list)  # what `policy="auto"` chose, predicted and saw
+    branch_points: int = 0
+    branch_hits: int = 0
+    rejection_points: int = 0
+    rejection_hits: int = 0
+    tree_leaves: int = 0
+    tree_leaf_hits: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    plans: list[dict[str, Any]] = field(default_factory=list)
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Committed tokens per target pass."""
+        """Tokens per target pass."""
         return _ratio(self.new_tokens, self.row_passes)
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens among all drafted ones."""
+        """Fraction of the draft tokens that were accepted."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
@@ -84,32 +113,32 @@ class SpecBranchStats:
 
     @property
     def branch_hit_rate(self) -> float:
-        """How often a branch survived where the verdict reached the fork."""
+        """Fraction of the branch points at which a branch survived."""
         return _ratio(self.branch_hits, self.branch_points)
 
     @property
     def rejection_hit_rate(self) -> float:
-        """How often a branch survived where the chain was cut short."""
+        """Fraction of the rejection points at which a rejection branch survived."""
         return _ratio(self.rejection_hits, self.rejection_points)
 
     @property
     def hidden_fraction(self) -> float:
-        """The part of the drafting time that passed while the target was at work."""
+        """Fraction of the overlappable drafting time during which the target ran."""
         return _ratio(self.hidden_seconds, self.draft_seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the whole time, prompt included."""
+        """New tokens per second of the whole call, prefill included."""
         return _ratio(self.new_tokens, self.total_seconds)
 
     def count_acceptance(self, accepted: int) -> None:
-        """Note one verdict that accepted this many drafted tokens."""
+        """Count one verification that accepted this many draft tokens."""
         missing = accepted + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[accepted] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and rates by name, ready for JSON."""
+        """Return counts and rates by name, ready for JSON."""
         rates = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
         return {name: getattr(self, name) for name in [f.name for f in fields(self)] + rates}
 
