@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from .renamed import with_old_names
-
-
-class Totals(NamedTuple):
-    """Forwards of one kind, taken together."""
-
-    seconds: float = 0.0
-    forwards: int = 0
-    positions: int = 0  # tokens they read of a row
-
-    def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
-        return Totals(self.seconds + other.seconds, self.forwards + other.forwards, self.positions + other.positions)
 
 
 @with_old_names(

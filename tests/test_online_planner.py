@@ -21,8 +21,8 @@ from hf_specbranch.planning.chooser import MAX_HIDDEN, MIN_PREDICTED_GAIN, choos
 from hf_specbranch.planning.costs import SegmentTiming, StepCosts, predicted_costs
 from hf_specbranch.planning.simulate import predict, replay
 from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.overlap import Totals
 from hf_specbranch.runtime.static_buffers import StaticBuffers
-from hf_specbranch.stats import Totals
 
 from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
 from .plans import ALWAYS, CHEAP_DRAFT, NEVER, PAPER, every_plan, from_token, of_size, recordings

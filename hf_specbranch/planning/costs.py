@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..stats import Totals
+from ..runtime.overlap import Totals
 from .replay import Round
 
 _IN_SECONDS = ("target_pass", "target_token", "draft_step", "draft_branch")

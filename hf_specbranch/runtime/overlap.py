@@ -6,15 +6,26 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-from ..stats import SpecBranchStats, Totals
+from ..stats import SpecBranchStats
 
 Result = TypeVar("Result")
 Span = tuple[float, float]
 Work = Literal["draft", "verify", "branch"]  # drafting before a pass; the pass; drafting that may run beside it
+
+
+class Totals(NamedTuple):
+    """Time and size of all forwards of one kind."""
+
+    seconds: float = 0.0
+    forwards: int = 0
+    positions: int = 0  # tokens per row that they read
+
+    def __add__(self, other: Totals) -> Totals:  # type: ignore[override]
+        return Totals(self.seconds + other.seconds, self.forwards + other.forwards, self.positions + other.positions)
 
 
 class Clock:
