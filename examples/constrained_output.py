@@ -1,9 +1,9 @@
-"""Constrained output: a processor of your own that allows nothing but a list of whole numbers.
+"""Constrain the output with your own logits processor: it allows only a list of whole numbers.
 
 python examples/constrained_output.py
 
-The processor keeps a state (how many numbers so far), so it must see every prefix once and in order, and it does. With
-`fork` and `rollback` it may also guide the draft; without them the output is the same, only slower.
+The processor has state (how many numbers so far), so it must see every prefix once and in order, and it does. With
+`fork` and `rollback` it also guides the draft. Without them the output is the same, but slower.
 """
 
 import torch
@@ -13,7 +13,7 @@ from hf_specbranch import load_demo_pair, specbranch
 
 
 class NumberList(LogitsProcessor):
-    """Digits and commas in turn: `count` numbers of one digit, then the closing bracket and the end."""
+    """Allows digits and commas in turn: `count` numbers of one digit, then the closing bracket and the end."""
 
     def __init__(self, tokenizer, count, step=0):
         self.tokenizer, self.count, self.step = tokenizer, count, step
@@ -44,13 +44,13 @@ def main(count: int = 12) -> None:
     target, draft, tokenizer = load_demo_pair()
     model = specbranch(target)
     inputs = tokenizer("primes = [", return_tensors="pt")
-    asked = {"max_new_tokens": 4 * count, "do_sample": False}
-    out = model.generate(**inputs, **asked, assistant_model=draft, logits_processor=[NumberList(tokenizer, count)])
+    arguments = {"max_new_tokens": 4 * count, "do_sample": False}
+    out = model.generate(**inputs, **arguments, assistant_model=draft, logits_processor=[NumberList(tokenizer, count)])
     stats = model.specbranch_stats
     print(tokenizer.decode(out[0], skip_special_tokens=True))
-    plain = target.generate(**inputs, **asked, logits_processor=[NumberList(tokenizer, count)], specbranch=False)
+    plain = target.generate(**inputs, **arguments, logits_processor=[NumberList(tokenizer, count)], specbranch=False)
     print("the same as plain generate():", torch.equal(out, plain))
-    print(f"{stats.new_tokens} tokens in {stats.target_forwards} passes of the target")
+    print(f"{stats.new_tokens} tokens in {stats.target_forwards} target passes")
 
 
 if __name__ == "__main__":

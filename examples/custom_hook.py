@@ -1,9 +1,9 @@
-"""Decide about drafting yourself: a hook that never drafts past the end of a line of code.
+"""Control drafting with a hook: never draft past the end of a line of code.
 
 python examples/custom_hook.py
 
-The draft guesses badly what the next line will be, so it may as well stop there and fork. Whatever a hook says, the
-text stays the target's; only the work changes.
+The draft predicts the start of the next line badly, so the hook stops there and opens branches. Hooks never change the
+text, only the work.
 """
 
 import torch
@@ -12,7 +12,7 @@ from hf_specbranch import SpeculationHook, load_demo_pair, specbranch
 
 
 class StopAtLineEnd(SpeculationHook):
-    """Stops behind a newline, and forks three ways there."""
+    """Stops drafting after a newline, and opens three branches there."""
 
     def __init__(self, tokenizer):
         self.newlines = torch.tensor([i for i in range(len(tokenizer)) if "\n" in tokenizer.decode([i])])
@@ -34,12 +34,12 @@ def main(max_new_tokens: int = 64) -> None:
     inputs = tokenizer("class Stack:\n    def __init__(self):\n", return_tensors="pt")
     texts = []
     for name, hooks in (("built-in rules", []), ("with the hook", [StopAtLineEnd(tokenizer)])):
-        asked = {"max_new_tokens": max_new_tokens, "do_sample": False, "specbranch": {"policy": "specbranch"}}
-        out = model.generate(**inputs, **asked, speculation_hooks=hooks)
+        arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "specbranch": {"policy": "specbranch"}}
+        out = model.generate(**inputs, **arguments, speculation_hooks=hooks)
         stats = model.specbranch_stats
         print(
-            f"{name}: {stats.mean_acceptance_length:.2f} tokens a pass, {stats.rollback_tokens} rolled back, "
-            f"{stats.wasted_branch_tokens} lost, branch points hit {stats.branch_hits} of {stats.branch_points}"
+            f"{name}: {stats.mean_acceptance_length:.2f} tokens per pass, {stats.rollback_tokens} rolled back, "
+            f"{stats.wasted_branch_tokens} wasted, branch points hit {stats.branch_hits} of {stats.branch_points}"
         )
         texts.append(out)
     print(tokenizer.decode(texts[0][0]))

@@ -1,4 +1,4 @@
-"""Generate with the embedded pair: plainly, with plain speculation, and with SpecBranch; compare.
+"""Generate with the embedded pair: without a draft, with plain speculation and with SpecBranch; compare them.
 
 python examples/demo.py
 python examples/demo.py --prompt "class Stack:" --max-new-tokens 200 --draft weak --policies vanilla pearl specbranch
@@ -18,7 +18,7 @@ from hf_specbranch.planning.chooser import choose, plans_within
 from hf_specbranch.planning.simulate import StepCosts, predict, read_agreement
 
 POLICIES = ("auto", "vanilla", "pearl", "specbranch")
-RATIO = 40  # a 68M draft beside a 7B target, both captured on a GPU
+RATIO = 40  # draft steps per target pass: a 68M draft and a 7B target, both captured on a GPU
 PROMPT = '''class Cache:
     """A dictionary that forgets the entry that was not used for the longest time.
 
@@ -33,7 +33,7 @@ PROMPT = '''class Cache:
 
 
 def timed(model: Any, **kwargs: Any) -> tuple[Any, float]:
-    """The output of `model.generate(**kwargs)` and its tokens per second."""
+    """Return the output of `model.generate(**kwargs)` and its tokens per second."""
     start = time.perf_counter()
     out = model.generate(**kwargs, do_sample=False, return_dict_in_generate=True)
     new_tokens = out.sequences.shape[1] - kwargs["input_ids"].shape[1]
@@ -41,16 +41,16 @@ def timed(model: Any, **kwargs: Any) -> tuple[Any, float]:
 
 
 def show(speeds: dict[str, float], all_stats: dict[str, SpecBranchStats]) -> None:
-    """One column a way."""
+    """Print one column per method."""
     plain = speeds["plain"]
     rows = {
-        "tokens a second": [f"{speed:.1f}" for speed in speeds.values()],
+        "tokens per second": [f"{speed:.1f}" for speed in speeds.values()],
         "over plain": [f"{speed / plain:.2f}x" for speed in speeds.values()],
-        "tokens a target pass": ["1.00", *(f"{stats.mean_acceptance_length:.2f}" for stats in all_stats.values())],
-        "drafted tokens": ["", *(str(stats.num_draft_tokens) for stats in all_stats.values())],
+        "tokens per target pass": ["1.00", *(f"{stats.mean_acceptance_length:.2f}" for stats in all_stats.values())],
+        "draft tokens": ["", *(str(stats.num_draft_tokens) for stats in all_stats.values())],
         "  accepted": ["", *(str(stats.num_accepted_tokens) for stats in all_stats.values())],
         "  rolled back": ["", *(str(stats.rollback_tokens) for stats in all_stats.values())],
-        "  lost with a branch": ["", *(str(stats.wasted_branch_tokens) for stats in all_stats.values())],
+        "  wasted": ["", *(str(stats.wasted_branch_tokens) for stats in all_stats.values())],
         "branch points hit": ["", *(f"{stats.branch_hits}/{stats.branch_points}" for stats in all_stats.values())],
         "drafting hidden": ["", *(f"{stats.hidden_fraction:.0%}" for stats in all_stats.values())],
     }
@@ -60,24 +60,24 @@ def show(speeds: dict[str, float], all_stats: dict[str, SpecBranchStats]) -> Non
 
 
 def explain(speeds: dict[str, float], draft: Any, sequences: torch.Tensor, before: int) -> None:
-    """What the figures mean, and what they would be where the draft is cheap and has room to work."""
+    """Print what the figures mean, and what they would be where the draft is cheap and hidden."""
     if "specbranch" in speeds and speeds["specbranch"] < speeds.get("vanilla", 0.0):
         print(
-            "\n'specbranch' drafts on several branches while the target works. On a CPU both models share the same\n"
-            "cores, and a step of this draft is a good part of a pass of this small target, so all that drafting\n"
-            "has to be paid for. 'auto', the default, measures that in its first texts (not timed here), and then\n"
-            "does what is fastest."
+            "\n'specbranch' drafts on several branches while the target runs. On a CPU both models share the same\n"
+            "cores, and a step of this draft takes a good part of a pass of this small target, so drafting slows\n"
+            "the target down. 'auto', the default, measures that in its first texts (not timed here), and then\n"
+            "uses what is fastest."
         )
     agreement = read_agreement(draft, sequences, before)
     costs = StepCosts(target_pass=1.0, draft_step=1 / RATIO, hidden=1.0)
     named = {name: SpecBranchConfig(policy=name) for name in speeds if name in POLICIES and name != "auto"}
-    said = {name: predict([agreement], config, costs, captured=True).speedup for name, config in named.items()}
+    speedups = {name: predict([agreement], config, costs, captured=True).speedup for name, config in named.items()}
     plan = choose(plans_within(SpecBranchConfig(), captured=True), [agreement], costs, captured=True)
-    said["auto"] = plan.tokens_per_second * costs.target_pass
-    told = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in said.items())
+    speedups["auto"] = plan.tokens_per_second * costs.target_pass
+    listed = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in speedups.items())
     print(
-        f"\nThe same text, replayed where a pass takes as long as {RATIO} draft steps and drafting is hidden behind\n"
-        f"it, as with a large target on a GPU (a prediction; docs/benchmarks.md has measurements): {told}"
+        f"\nThe same text, replayed where a pass takes as long as {RATIO} draft steps and drafting is hidden, as with\n"
+        f"a large target on a GPU (a prediction; docs/benchmarks.md has measurements): {listed}"
     )
 
 
@@ -87,7 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--draft", choices=("good", "weak"), default="good")
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["vanilla", "specbranch", "auto"])
-    parser.add_argument("--repeats", type=int, default=3, help="time each way this often and take the best")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each method; the best counts")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; models this small gain little from more")
     args = parser.parse_args(argv)
     for name in ("max_new_tokens", "repeats", "threads"):
@@ -103,17 +103,17 @@ def main(argv: list[str] | None = None) -> int:
     target, draft, tokenizer = load_demo_pair(draft=args.draft)
     model = specbranch(target)
     inputs = dict(tokenizer(args.prompt, return_tensors="pt")) | {"max_new_tokens": args.max_new_tokens}
-    ways: dict[str, dict[str, Any]] = {"plain": {}}
+    methods: dict[str, dict[str, Any]] = {"plain": {}}
     for policy in args.policies:
-        ways[policy] = {"assistant_model": draft, "specbranch": SpecBranchConfig(policy=policy)}
+        methods[policy] = {"assistant_model": draft, "specbranch": SpecBranchConfig(policy=policy)}
 
     print(f"The embedded pair, draft '{args.draft}', policy '{args.policies[-1]}':\n")
-    model.generate(**inputs, **ways[args.policies[-1]], do_sample=False, streamer=TextStreamer(tokenizer))
-    for _ in range(2 if "auto" in ways else 0):  # it measures in its first texts
-        model.generate(**inputs, **ways["auto"], do_sample=False)
-    speeds, outputs = dict.fromkeys(ways, 0.0), {}
-    for _ in range(args.repeats):  # in turns, so that a busy moment of the machine hits all ways alike
-        for name, more in ways.items():
+    model.generate(**inputs, **methods[args.policies[-1]], do_sample=False, streamer=TextStreamer(tokenizer))
+    for _ in range(2 if "auto" in methods else 0):  # it measures in its first texts
+        model.generate(**inputs, **methods["auto"], do_sample=False)
+    speeds, outputs = dict.fromkeys(methods, 0.0), {}
+    for _ in range(args.repeats):  # in turns, so that a busy moment of the machine affects all alike
+        for name, more in methods.items():
             outputs[name], speed = timed(model, **inputs, **more)
             speeds[name] = max(speeds[name], speed)
 

@@ -1,9 +1,9 @@
-"""A conversation that streams, and keeps the target's cache between turns.
+"""Stream a conversation, and keep the target's KV cache between turns.
 
 python examples/streaming_chat.py
 
-The embedded pair writes Python and has no chat template, so turns simply follow each other; with a chat model, build
-the text of each turn with `tokenizer.apply_chat_template`. `hf-specbranch chat` is this with commands.
+The embedded pair writes Python and has no chat template, so turns follow each other. With a chat model, build the text
+of each turn with `tokenizer.apply_chat_template`. `hf-specbranch chat` does the same, with commands.
 """
 
 from threading import Thread
@@ -27,7 +27,7 @@ def main(max_new_tokens: int = 32) -> None:
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         answer = {}
 
-        def speak(answer=answer, text=text, streamer=streamer):
+        def generate(answer=answer, text=text, streamer=streamer):
             answer["text"] = model.generate(
                 text,
                 attention_mask=torch.ones_like(text),
@@ -37,10 +37,10 @@ def main(max_new_tokens: int = 32) -> None:
                 do_sample=False,
             )
 
-        thread = Thread(target=speak)
+        thread = Thread(target=generate)
         thread.start()
-        for piece in streamer:  # arrives while the model is still writing
-            print(piece, end="", flush=True)
+        for part in streamer:  # arrives while the model still generates
+            print(part, end="", flush=True)
         thread.join()
         print()
         text = answer["text"]

@@ -1,10 +1,10 @@
 """Train the embedded demo pair: a tokenizer, a target, a good draft and a weak draft.
 
     python examples/train_demo_pair.py --work runs/pair                        # one GPU
-    python examples/train_demo_pair.py --work runs/pair --resume               # go on where it stopped
+    python examples/train_demo_pair.py --work runs/pair --resume               # continue where it stopped
     python examples/train_demo_pair.py --work runs/tiny --tiny                 # CPU, half a minute, no quality
 
-Stages, each skipped by --resume if its result is there: corpus, target_base (next token), target (the same
+Stages, each skipped by --resume if its result exists: corpus, target_base (next token), target (the same
 model, trained to leave loops), draft and weak (distilled from the target), report. The results are
 `target/`, `draft/` and `weak/` in bfloat16, `report.json`, `losses.json` and `loss.png`.
 """
@@ -107,7 +107,7 @@ class Run:
         return torch.from_numpy(ids).to(self.device)
 
     def load(self, name: str) -> LlamaForCausalLM:
-        """A finished stage's model: float32 copies of the bfloat16 weights that were stored."""
+        """Load the model of a finished stage, its bfloat16 weights as float32."""
         model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(self.work / name, dtype=torch.float32)
         return model.to(self.device)
 
@@ -132,7 +132,7 @@ class Run:
         make: Callable[[], LlamaForCausalLM],
         loss_for: Callable[[LlamaForCausalLM, Stage], training.Loss],
     ) -> LlamaForCausalLM:
-        """Train one model unless its result is there, store it in bfloat16, and return what was stored."""
+        """Train one model unless its result exists, store it in bfloat16, and return what was stored."""
         if not (self.resume and (self.work / name / "config.json").exists()):
             start = time.perf_counter()
             model, stage = make(), self.recipe.stages[name]
@@ -179,9 +179,9 @@ class Run:
         return loss_for
 
     def own_text(self, target: LlamaForCausalLM) -> Tensor:
-        """Greedy text of the target after pieces of the corpus, one after the other. -> [N]"""
+        """Return greedy text of the target after parts of the corpus, concatenated. -> [N]"""
         prompts = training.windows(self.tokens, self.recipe.own_prompts, 128, self.seed + 2_000_000)
-        rows = [training.write_on(target, part, self.recipe.new_tokens) for part in prompts.split(1024)]
+        rows = [training.continuations(target, part, self.recipe.new_tokens) for part in prompts.split(1024)]
         text = torch.cat(rows).flatten()
         return text[text != target.config.pad_token_id]
 
@@ -216,7 +216,7 @@ class Run:
 
 
 def draw_losses(work: Path) -> None:
-    """The loss of every stage over its steps, as `loss.png`; without matplotlib, `losses.json` has to do."""
+    """Draw the loss of every stage as `loss.png`; without matplotlib there is only `losses.json`."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -240,8 +240,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", required=True, help="folder for data, checkpoints and results")
     parser.add_argument("--packages", nargs="*", help="folders of installed packages to read (default: this Python's)")
     parser.add_argument("--prompts", default=own_prompts, help="JSON lines to measure on; kept out of the corpus")
-    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU, to see that every stage works")
-    parser.add_argument("--resume", action="store_true", help="keep finished stages, go on from checkpoints")
+    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU, to check that every stage works")
+    parser.add_argument("--resume", action="store_true", help="keep finished stages, continue from checkpoints")
     parser.add_argument("--corpus-only", action="store_true", help="stop when the tokens are written")
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Target and draft on a device each, so that all drafting beside a pass is free.
+"""Put target and draft on a device each, so that drafting during a target pass costs nothing.
 
 python examples/two_devices.py
 """
@@ -9,7 +9,7 @@ from hf_specbranch import load_demo_pair, specbranch
 
 
 def devices() -> tuple[str, str]:
-    """Two GPUs, or what there is."""
+    """Return two GPUs, or what this machine has."""
     if torch.cuda.device_count() >= 2:
         return "cuda:0", "cuda:1"
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Grown models say what the small ones say, and impossible growth is refused with a reason."""
+"""Grown models compute what the small ones compute, and impossible growth is refused with a reason."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_growing_every_dimension_at_once_keeps_the_logits(kv_heads: int, tied: bool) -> None:
+def test_growing_all_dimensions_keeps_the_logits(kv_heads: int, tied: bool) -> None:
     model = small(kv_heads, tied)
     torch.testing.assert_close(logits(grow(model, LARGER)), logits(model), atol=1e-4, rtol=0)
 
@@ -61,13 +61,13 @@ def test_growing_one_dimension_keeps_the_logits(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_growing_into_grouped_query_attention_keeps_the_logits(kv_heads: int) -> None:
+def test_growing_to_grouped_queries_keeps_the_logits(kv_heads: int) -> None:
     model = small(kv_heads)
-    grouped = Shape(256, 3, 24, 4, 128, head_dim=32)  # six queries a key-value head, as in "33b" seven
+    grouped = Shape(256, 3, 24, 4, 128, head_dim=32)  # six queries per key-value head; "33b" has seven
     torch.testing.assert_close(logits(grow(model, grouped)), logits(model), atol=1e-4, rtol=0)
 
 
-def test_greedy_output_of_the_grown_demo_target_is_identical_over_64_tokens() -> None:
+def test_grown_demo_target_gives_the_same_text() -> None:
     target, _, tokenizer = load_demo_pair()
     inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
     grown = grow(target, Shape(320, 12, 12, 12, 1000, head_dim=64))
@@ -75,7 +75,7 @@ def test_greedy_output_of_the_grown_demo_target_is_identical_over_64_tokens() ->
     assert torch.equal(grown.generate(**inputs, **args), target.generate(**inputs, **args))
 
 
-def test_the_hidden_states_of_the_last_layers_are_the_old_ones() -> None:
+def test_last_hidden_states_are_kept() -> None:
     model, ids = small(), torch.arange(20)[None]
     grown = grow(model, Shape(96, 5, 6, 6, 128, head_dim=16))
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_the_hidden_states_of_the_last_layers_are_the_old_ones() -> None:
         assert not new[-depth][..., 64:].any()
 
 
-def test_free_weights_are_random_so_that_every_one_is_really_read() -> None:
+def test_free_weights_are_random() -> None:
     grown = grow(small(), LARGER)
     added, kept = grown.model.layers[0], grown.model.layers[-1]
     for layer in (added, kept):
@@ -95,7 +95,7 @@ def test_free_weights_are_random_so_that_every_one_is_really_read() -> None:
     assert bool((grown.lm_head.weight != 0).all())
 
 
-def test_growing_to_bfloat16_converts_the_weights() -> None:
+def test_growing_to_bfloat16() -> None:
     model = small()
     grown = grow(model, LARGER, dtype=torch.bfloat16)
     assert grown.dtype == torch.bfloat16
@@ -103,7 +103,7 @@ def test_growing_to_bfloat16_converts_the_weights() -> None:
     assert error < 0.05
 
 
-def test_growing_leaves_the_small_model_as_it_was() -> None:
+def test_growing_keeps_the_small_model() -> None:
     model = small()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     grow(model, LARGER)
@@ -113,7 +113,7 @@ def test_growing_leaves_the_small_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)
 @pytest.mark.parametrize("which", ["target", "good draft", "weak draft"])
-def test_the_demo_models_fit_every_named_shape_with_enough_layers(which: str, name: str) -> None:
+def test_demo_models_fit_every_named_shape(which: str, name: str) -> None:
     target, good, _ = load_demo_pair()
     model = {"target": target, "good draft": good, "weak draft": load_demo_pair("weak")[1]}[which]
     if which == "target" and name == "68m":
@@ -127,7 +127,7 @@ def test_the_demo_models_fit_every_named_shape_with_enough_layers(which: str, na
     ("name", "billions"),
     [("68m", 0.019), ("160m", 0.113), ("1b", 0.97), ("1.3b", 1.22), ("7b", 6.48), ("13b", 12.7), ("33b", 32.9)],
 )
-def test_named_shapes_have_the_layer_weights_of_the_models_they_are_named_after(name: str, billions: float) -> None:
+def test_named_shapes_have_real_sizes(name: str, billions: float) -> None:
     _, draft, _ = load_demo_pair()
     layers = grow(draft, name, device="meta").model.layers
     assert sum(p.numel() for p in layers.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
@@ -145,30 +145,30 @@ def test_named_shapes_have_the_layer_weights_of_the_models_they_are_named_after(
         (Shape(64, 2, 8, 2, 96, head_dim=16), "2 key-value heads of 4 queries each; the model's 4 .* need 4"),
     ],
 )
-def test_a_shape_the_model_cannot_reach_is_refused(shape: Shape, message: str) -> None:
+def test_unreachable_shape_is_refused(shape: Shape, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grow(small(), shape)
 
 
-def test_head_counts_that_do_not_divide_are_refused() -> None:
+def test_indivisible_heads_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_key_value_heads \(3\) does not divide num_attention_heads \(8\)"):
         Shape(64, 2, 8, 3, 96)
     with pytest.raises(ValueError, match=r"num_attention_heads \(6\) does not divide hidden_size \(64\)"):
         Shape(64, 2, 6, 6, 96)
 
 
-def test_an_unknown_shape_name_is_refused_and_the_known_ones_are_listed() -> None:
+def test_unknown_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown shape '70b': use one of 68m, 160m, 1b"):
         grow(small(), "70b")
 
 
-def test_a_model_of_another_architecture_is_refused() -> None:
+def test_other_architecture_is_refused() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=128))
     with pytest.raises(TypeError, match="takes a LlamaForCausalLM, got GPT2LMHeadModel"):
         grow(gpt2, "7b")
 
 
-def test_scaled_rotary_frequencies_are_refused_only_where_the_head_size_grows() -> None:
+def test_scaled_rotary_needs_the_same_head_size() -> None:
     model = small(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match="rope_type 'linear'"):
         grow(model, LARGER)

@@ -1,4 +1,4 @@
-"""The errors of our logits against float32 are those of plain half precision, and the script measures them rightly."""
+"""Our logits are as close to float32 as those of plain half precision, and the script measures that correctly."""
 
 import copy
 import importlib
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # many CPUs are very slow in bfloat16
 
 
-def test_real_shapes_have_the_sizes_of_the_models():
+def test_real_shapes_have_real_sizes():
     billions = {"Llama-3.1-8B": 8.03, "Qwen3-30B-A3B": 30.53, "Gemma-2-9B": 9.24, "Cohere2-7B": 8.03}
     for name, size in billions.items():
         model = real_shapes.build(name, "meta", torch.bfloat16)
@@ -29,8 +29,8 @@ def test_real_shapes_have_the_sizes_of_the_models():
 # Rotary of neighbouring channels, layers without any, rotary of half of the channels.
 @pytest.mark.compat
 @pytest.mark.parametrize("name, expected", [("GLM-4-9B", 0), ("Cohere2-7B", 0), ("SmolLM3-3B", 3), ("gpt-oss-20b", 0)])
-def test_attention_is_told_by_its_positions_where_it_hardly_looks_at_them(name, expected):
-    """Tiny random models weigh all tokens nearly alike."""
+def test_attention_kind_is_found_by_positions(name, expected):
+    """Tiny random models attend to all tokens nearly equally, so only positions tell the kinds apart."""
     model = real_shapes.build(name, DEVICE, HALF, tiny=True)
     fuse(model)
     with fused(model):
@@ -41,7 +41,7 @@ def test_attention_is_told_by_its_positions_where_it_hardly_looks_at_them(name, 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-30B-A3B"])
 @torch.no_grad()
-def test_the_reference_is_the_model_in_float32(name):
+def test_reference_is_float32(name):
     model = real_shapes.build(name, DEVICE, HALF, tiny=True)
     kept = {key: value.clone() for key, value in model.state_dict().items()}
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
@@ -56,7 +56,7 @@ def test_the_reference_is_the_model_in_float32(name):
 @pytest.mark.slow
 @pytest.mark.compat
 @pytest.mark.parametrize("name", real_shapes.CONFIGS)
-def test_our_error_is_that_of_plain_half_precision(name):
+def test_error_equals_plain_half_precision(name):
     measured = precision.measure(real_shapes.build(name, DEVICE, HALF, tiny=True))
     assert measured.worst <= precision.MOST
     assert measured.noise <= 1.5
@@ -64,14 +64,14 @@ def test_our_error_is_that_of_plain_half_precision(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Cohere2-7B", "Llama-3.2-1B", "Gemma-2-9B", "SmolLM3-3B"])
-def test_our_error_is_that_of_plain_bfloat16_at_real_sizes(name):
+def test_error_equals_plain_bfloat16_at_real_sizes(name):
     """Some layers of each; `examples/benchmarks/precision.py` measures all of them."""
     measured = precision.measure(real_shapes.build(name, "cuda", torch.bfloat16, layers=8))
     assert measured.kernels == "fused"
     assert measured.worst <= precision.MOST
 
 
-def test_a_model_that_cannot_be_measured_does_not_end_the_run(monkeypatch, capsys):
+def test_failing_model_does_not_end_the_run(monkeypatch, capsys):
     def fail(name, *args, **kwargs):
         raise RuntimeError(f"no memory for {name}")
 

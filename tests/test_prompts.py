@@ -14,18 +14,18 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_prompts_are_read_in_file_order_and_other_fields_are_ignored(tmp_path: Path) -> None:
+def test_prompts_keep_file_order(tmp_path: Path) -> None:
     path = write(tmp_path, '{"id": "b", "prompt": "two\\n"}\n\n{"id": "a", "prompt": "one", "category": "x"}\n')
     assert read_prompts(path) == [Prompt("b", "two\n"), Prompt("a", "one")]
 
 
-def test_the_package_ships_40_distinct_python_prompts() -> None:
+def test_package_has_40_distinct_prompts() -> None:
     prompts = python_prompts()
     assert len(prompts) == len({p.prompt for p in prompts}) == 40
 
 
 @pytest.mark.parametrize("prompt", python_prompts(), ids=lambda p: p.id)
-def test_each_shipped_prompt_is_the_beginning_of_a_python_program(prompt: Prompt) -> None:
+def test_package_prompts_are_python(prompt: Prompt) -> None:
     indent = " " * (len(last := prompt.prompt.rstrip("\n").split("\n")[-1]) - len(last.lstrip()))
     deeper = "    " if last.endswith(":") else ""
     ast.parse(prompt.prompt + indent + deeper + "pass\n")
@@ -44,12 +44,12 @@ def test_each_shipped_prompt_is_the_beginning_of_a_python_program(prompt: Prompt
         ("\n", "holds no prompts"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_name_and_line(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(write(tmp_path, text))
     assert "prompts.jsonl" in str(error.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no prompt file at .*nothing.jsonl"):
         read_prompts(tmp_path / "nothing.jsonl")

@@ -1,4 +1,4 @@
-"""How far our logits are from the same model in float32, beside those of plain bfloat16.
+"""Measure the error of our logits against float32, and compare it with that of plain bfloat16.
 
 Models have the shapes of public ones and random weights. Their logits are computed in float32, by transformers in half
 precision and by us as decoding runs: for the prompt, and for a text after it with one and with eight tokens per pass,
@@ -42,7 +42,7 @@ MOST = 1.1  # times the error of plain half precision
 
 
 class Error(NamedTuple):
-    """Of the logits, in units of their spread."""
+    """Errors of the logits, in units of their spread."""
 
     ours: float
     plain: float
@@ -53,11 +53,11 @@ class Error(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was found for one model."""
+    """The result for one model."""
 
-    errors: dict[str, Error]  # by what was computed
+    errors: dict[str, Error]  # by shape of the pass
     kernels: str  # how its layers ran
-    noise: float  # what the self-check says: the kernels' difference over the noise floor
+    noise: float  # from the self-check: difference of the kernels over the noise floor
 
     @property
     def worst(self) -> float:
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, seed: int = 0) -> Measured:
-    """The errors of a model in half precision, ours and transformers' own."""
+    """Return the errors of a model in half precision, ours and transformers' own."""
     generator = torch.Generator(model.device).manual_seed(seed)
     shape = (max(BATCHES), PROMPT + DECODED)
     ids = torch.randint(0, model.config.vocab_size, shape, device=model.device, generator=generator)
@@ -88,12 +88,12 @@ def measure(model: PreTrainedModel, seed: int = 0) -> Measured:
 
 
 def distance(logits: Tensor, exact: Tensor) -> float:
-    """Root mean square difference, in units of the spread."""
+    """Return the root mean square difference, in units of the spread."""
     return float((logits.float() - exact).pow(2).mean().sqrt() / exact.std())
 
 
 def by_transformers(model: PreTrainedModel, ids: Tensor, queries: int) -> Tensor:
-    """Logits [B, 1 + DECODED, V] as plain decoding computes them."""
+    """Return the logits [B, 1 + DECODED, V] of plain decoding."""
     output = model(input_ids=ids[:, :PROMPT], use_cache=True, logits_to_keep=1)
     logits = [output.logits]
     for first in range(PROMPT, PROMPT + DECODED, queries):
@@ -104,13 +104,13 @@ def by_transformers(model: PreTrainedModel, ids: Tensor, queries: int) -> Tensor
 
 
 def by_us(model: PreTrainedModel, ids: Tensor, queries: int) -> tuple[Tensor, str]:
-    """The same as our decoding computes them, and how the layers ran."""
+    """Return the same logits of our decoding, and how the layers ran."""
     rows, length = ids.shape
     positions = torch.arange(length, device=ids.device).expand(rows, -1)
     sees = torch.ones((length, length), dtype=torch.bool, device=ids.device).tril().expand(rows, -1, -1)
     on_gpu = ids.device.type == "cuda"
     if not on_gpu:
-        fuse(model)  # there are no graphs there, but the kernels' references can be joined in the same way
+        fuse(model)  # without graphs the torch references of the kernels are fused
     with runner_for(model, "target", rows, length, "auto") as runner:
         logits = [runner.prefill(ids[:, :PROMPT], positions[:, :PROMPT], None)[:, None].clone()]
         with nullcontext() if on_gpu else fused(model):
@@ -123,7 +123,7 @@ def by_us(model: PreTrainedModel, ids: Tensor, queries: int) -> tuple[Tensor, st
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """The model computes in float32. Its layers are converted one at a time, so that large models fit."""
+    """Run the model in float32. Layers are converted one at a time, so that large models fit."""
     layers = list(model.base_model.layers)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     kept: dict[nn.Parameter, Tensor] = {}
@@ -142,7 +142,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
     experts = getattr(model.config, "_experts_implementation", None)
     try:
         if experts is not None:
-            model.set_experts_implementation("eager")  # others may not take float32
+            model.set_experts_implementation("eager")  # others may not support float32
         widen(parameter for parameter in model.parameters() if parameter not in inside)
         for layer in layers:
             hooks.append(layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters())))
@@ -165,7 +165,7 @@ def line(name: str, measured: Measured, seconds: float) -> str:
 
 
 def table(found: dict[str, Measured | str]) -> str:
-    """Ratios of our errors to those of plain half precision, in Markdown."""
+    """Return the ratios of our errors to those of plain half precision, in Markdown."""
     whats = next((list(some.errors) for some in found.values() if isinstance(some, Measured)), [])
     lines = [f"| model | {' | '.join(whats)} | error of plain | worst |", "|---" * (len(whats) + 3) + "|"]
     for name, some in found.items():
@@ -180,8 +180,8 @@ def table(found: dict[str, Measured | str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(CONFIGS)}; all if none is named")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(CONFIGS)}; default: all")
+    parser.add_argument("--layers", type=int, help="use only this many layers")
     parser.add_argument("--tiny", action="store_true", help="shrink every size")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])

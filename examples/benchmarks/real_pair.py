@@ -3,9 +3,9 @@
     python examples/benchmarks/real_pair.py TARGET DRAFT --prompts prompts.jsonl
     python examples/benchmarks/real_pair.py TARGET DRAFT --prompts prompts.jsonl --device cpu --dtype float32
 
-In float32 the texts must be equal. In half precision two ways of computing the same logits round differently, so a text
-may leave plain `generate()` where its two likeliest tokens are nearly tied: each first difference is printed with the
-gap between the logits of both tokens. The script ends with status 1 if a text differs anywhere else.
+In float32 the texts must be equal. In half precision two computations of the same logits round differently, so a text
+may differ from plain `generate()` where its two likeliest tokens are nearly tied. Each first difference is printed with
+the gap between the logits of both tokens. The script ends with status 1 if a text differs anywhere else.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NEAR_TIE = 0.1  # the largest gap between two logits, in units of their spread, 
 
 
 class Difference(NamedTuple):
-    """Where a text first leaves plain `generate()`."""
+    """The first difference of a text from plain `generate()`."""
 
     prompt: int
-    token: int  # its number among the new tokens
-    gap: float  # plain's logit of its own token less that of ours
+    token: int  # index among the new tokens
+    gap: float  # logit of plain's token minus that of ours
     spread: float  # standard deviation of these logits
 
     @property
@@ -77,7 +77,7 @@ def chat_inputs(tokenizer: Any, prompt: str, device: str) -> Any:
 
 @torch.no_grad()
 def compare(target: Any, draft: Any, inputs: list[Any], max_new_tokens: int, policies: list[str]) -> bool:
-    """Generate every text plainly and with each policy, twice; whether some text differs by more than rounding."""
+    """Generate every text without and with each policy; return whether a text differs by more than rounding."""
 
     def timed(each: Any, **arguments: Any) -> tuple[Tensor, float]:
         begin = time.perf_counter()
@@ -86,7 +86,7 @@ def compare(target: Any, draft: Any, inputs: list[Any], max_new_tokens: int, pol
             torch.cuda.synchronize()
         return ids, time.perf_counter() - begin
 
-    timed(inputs[0])  # libraries load
+    timed(inputs[0])  # a warm-up
     plain = [timed(each) for each in inputs]
     new = sum(ids.shape[1] - each["input_ids"].shape[1] for (ids, _), each in zip(plain, inputs))
     print(f"plain generate(): {new / sum(seconds for _, seconds in plain):.1f} tokens/s over {len(inputs)} prompts")
@@ -95,7 +95,7 @@ def compare(target: Any, draft: Any, inputs: list[Any], max_new_tokens: int, pol
     for policy in policies:
         config = SpecBranchConfig(policy=policy)
         runs = []
-        for _ in range(2):  # the first captures graphs for lengths that were not seen before
+        for _ in range(2):  # the first captures graphs for new lengths
             runs.append([timed(each, specbranch=config) for each in inputs])
         speeds = [new_tokens(run, inputs) / sum(seconds for _, seconds in run) for run in runs]
         texts = [ids for ids, _ in runs[-1]]
@@ -106,14 +106,14 @@ def compare(target: Any, draft: Any, inputs: list[Any], max_new_tokens: int, pol
         differences = [each for each in found if each is not None]
         equal = len(inputs) - len(differences)
         print(
-            f"{policy:15s} {speeds[0]:7.1f} tokens/s the first time over the prompts, {speeds[1]:7.1f} the second; "
+            f"{policy:15s} {speeds[0]:7.1f} tokens/s in the first run, {speeds[1]:7.1f} in the second; "
             f"{equal} of {len(inputs)} texts equal"
         )
         for each in differences:
-            verdict = "a near tie" if each.is_near_tie else "NOT a near tie"
+            kind = "a near tie" if each.is_near_tie else "NOT a near tie"
             print(
                 f"    prompt {each.prompt}, token {each.token}: gap {each.gap:.3f} at a spread of {each.spread:.2f}, "
-                f"{verdict}"
+                f"{kind}"
             )
         wrong = wrong or any(not each.is_near_tie for each in differences)
     return wrong

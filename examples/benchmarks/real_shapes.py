@@ -186,7 +186,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # texts do not end
 
-# What `tiny` replaces. Heads of q stay several times those of k and v where they were.
+# Sizes that `tiny` replaces. Grouped-query attention stays grouped.
 _TINY = dict(
     vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4, head_dim=16,
     num_experts=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=24, query_pre_attn_scalar=16,
@@ -194,11 +194,11 @@ _TINY = dict(
 
 
 def config_of(name: str, layers: int | None = None, tiny: bool = False) -> PreTrainedConfig:
-    """The configuration of a model.
+    """Return the configuration of a model.
 
     Args:
         name: one of `CONFIGS`.
-        layers: a number of layers in place of the model's own.
+        layers: number of layers; default: the model's own.
         tiny: shrink every size, keep the architecture.
     """
     kind, numbers = _SHAPES[name]
@@ -225,10 +225,10 @@ def build(
     layers: int | None = None,
     tiny: bool = False,
 ) -> PreTrainedModel:
-    """A model of this shape with random weights, made on the device.
+    """Return a model of this shape with random weights, created on the device.
 
-    Weights have the standard deviation that the config names. Norms, biases and attention sinks get some noise too: at
-    ones and zeros a mistake in them would not show.
+    Weights have the standard deviation that the config names. Norms, biases and attention sinks get noise too: an
+    error in them would not show at ones and zeros.
     """
     torch.manual_seed(seed)
     with torch.device(device):

@@ -1,7 +1,7 @@
 """Gather Python source and prose from installed packages, clean it, and turn it into tokens.
 
 Text comes from the standard library and from every installed distribution whose metadata names a
-permissive licence. Nothing is downloaded here: `pip install` decides what there is to read.
+permissive licence. Nothing is downloaded: the corpus is what is installed.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PERMISSIVE = re.compile(
 RESTRICTED = re.compile(
     r"GPL|General Public|MPL|Mozilla|EUPL|CeCILL|Eclipse|Proprietary|Commercial|SSPL|Business Source", re.IGNORECASE
 )
-# Folders of tests, vendored copies and generated tables: repetitive, and taken twice where they are vendored.
+# Folders of tests, vendored copies and generated tables: repetitive, or duplicates.
 SKIPPED_FOLDERS = re.compile(
     r"^(tests?|testing|_?vendor(ed)?|third_?party|externals?|extern|migrations|locales?|translations|site-packages"
     r"|.*_pb2?|generated|data|datasets_data|fixtures|idle_test|lib2to3|encodings|unicode.*|__pycache__)$"
@@ -43,7 +43,7 @@ class Document(NamedTuple):
 
 
 def permissive_licence(dist: Distribution) -> str | None:
-    """The licence a distribution names if it is permissive, else None (also when it names none)."""
+    """Return the licence that a distribution names if it is permissive; None otherwise."""
     meta = dist.metadata
     named = [meta.get("License-Expression") or ""]
     named += [c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
@@ -60,7 +60,7 @@ def is_source(path: Path) -> bool:
 
 
 def readable(text: str) -> bool:
-    """False for files that would teach a small model to repeat itself: tables, generated code, stubs."""
+    """Return False for files that would teach a small model to repeat itself: tables, generated code, stubs."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not 400 <= len(text) <= 120_000 or len(lines) < 12:
         return False
@@ -75,14 +75,14 @@ def readable(text: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """Same line ends everywhere, and no licence header (the same few lines on top of every file)."""
+    """Normalise line ends, and drop the licence header, which is the same in every file."""
     lines = text.replace("\r\n", "\n").replace("\t", "    ").split("\n")
     start = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), 0)
     return "\n".join(line.rstrip() for line in lines[start:]).strip() + "\n"
 
 
 def files_of(dist: Distribution) -> Iterator[str]:
-    """Texts of one distribution: its description (prose) and its Python files, in the order of their hash."""
+    """Yield the texts of one distribution: its description (prose) and its Python files, in the order of their hash."""
     yield str(dist.metadata.get_payload() or "") or dist.metadata.get("Description") or ""
     paths = [p for p in dist.files or [] if is_source(Path(str(p)))]
     for path in sorted(paths, key=lambda p: hashlib.sha1(str(p).encode()).digest()):
@@ -100,7 +100,7 @@ def standard_library() -> Iterator[str]:
 
 
 def gather(folders: list[str] | None, max_megabytes: float, per_package: float) -> list[Document]:
-    """Clean, distinct documents of the standard library and of permissively licensed distributions.
+    """Return clean, distinct documents of the standard library and of permissively licensed distributions.
 
     Args:
         folders: where to look for installed distributions; None means the running Python's own.
@@ -132,13 +132,13 @@ def gather(folders: list[str] | None, max_megabytes: float, per_package: float) 
 
 
 def without_prompts(documents: list[Document], prompts: list[str]) -> list[Document]:
-    """Drop every document that shares a line of 40 or more characters with a prompt we will be measured on."""
+    """Drop every document that shares a line of 40 or more characters with an evaluation prompt."""
     lines = {line.strip() for p in prompts for line in p.split("\n") if len(line.strip()) >= 40}
     return [d for d in documents if not any(line.strip() in lines for line in d.text.split("\n"))]
 
 
 def split(documents: list[Document], held_out: float) -> tuple[list[Document], list[Document]]:
-    """Train and held-out documents, decided by each text's own hash, so that it never changes between runs."""
+    """Split by the hash of each text, which is stable between runs, into train and held-out documents."""
 
     def fraction(document: Document) -> float:
         return int.from_bytes(hashlib.sha1(document.text.encode()).digest()[:4], "big") / 2**32
@@ -149,12 +149,12 @@ def split(documents: list[Document], held_out: float) -> tuple[list[Document], l
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int, sample_megabytes: float) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Newlines stand alone, so a prompt that ends in one is cut the way training text was."""
-    pieces = r"\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+(?!\S)|[^\S\n]+"
+    """Train byte-level BPE. Newlines are separate tokens, so a prompt that ends in one is split like training text."""
+    pattern = r"\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+(?!\S)|[^\S\n]+"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -179,7 +179,7 @@ def train_tokenizer(documents: list[Document], vocab_size: int, sample_megabytes
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> np.ndarray:
-    """All documents in one row of uint16 ids, each one preceded by end-of-text. -> [N]"""
+    """Return all documents as one row of uint16 ids, each preceded by end-of-text. -> [N]"""
     parts: list[np.ndarray] = []
     for start in range(0, len(documents), 1000):
         texts = [END_OF_TEXT + d.text for d in documents[start : start + 1000]]

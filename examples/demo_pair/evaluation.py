@@ -1,4 +1,4 @@
-"""What the trained models can do: bits per byte, agreement, loops, and whether the text is Python."""
+"""Evaluate the trained models: bits per byte, agreement, loops, and whether the text is Python."""
 
 import ast
 import math
@@ -21,7 +21,7 @@ class Continuations(NamedTuple):
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokens: Tensor, num_bytes: int, context: int) -> float:
-    """Negative log-likelihood of held-out text, in bits, over its length in bytes. tokens: [N]"""
+    """Return the negative log-likelihood of held-out text, in bits per byte. tokens: [N]"""
     length = len(tokens) // context * context
     rows = tokens[:length].long().view(-1, context)
     nll = torch.zeros((), dtype=torch.float64, device=tokens.device)
@@ -36,7 +36,7 @@ def bits_per_byte(model: LlamaForCausalLM, tokens: Tensor, num_bytes: int, conte
 def continuations(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: list[str], new_tokens: int
 ) -> Continuations:
-    """The target's greedy outputs, in the precision the model is in."""
+    """Return the target's greedy outputs, in the model's precision."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     prompt_length = batch["input_ids"].shape[1]
     ids = model.generate(
@@ -48,7 +48,7 @@ def continuations(
 
 @torch.no_grad()
 def agreement(draft: LlamaForCausalLM, outputs: Continuations) -> float:
-    """How often the draft's most likely token is the one the target wrote, over all written tokens."""
+    """Return how often the draft's likeliest token is the target's, over all generated tokens."""
     logits = torch.cat(
         [
             draft(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, outputs.prompt_length - 1 : -1]
@@ -61,7 +61,7 @@ def agreement(draft: LlamaForCausalLM, outputs: Continuations) -> float:
 
 
 def in_loop(ids: list[int], longest_period: int = 64, shortest_run: int = 60) -> bool:
-    """True if the text ends in three or more copies of one pattern of at most `longest_period` tokens.
+    """Return True if the text ends in three or more copies of one pattern of at most `longest_period` tokens.
 
     The copies must cover the last `shortest_run` tokens at least, so `), ), ),` alone is not a loop.
     """
@@ -74,7 +74,7 @@ def in_loop(ids: list[int], longest_period: int = 64, shortest_run: int = 60) ->
 
 
 def is_python(text: str, unfinished_lines: int = 8) -> bool:
-    """True if the text parses once at most `unfinished_lines` are dropped from its end."""
+    """Return True if the text parses once at most `unfinished_lines` are dropped from its end."""
     lines = text.split("\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
@@ -88,7 +88,7 @@ def is_python(text: str, unfinished_lines: int = 8) -> bool:
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, outputs: Continuations, eos: int) -> dict[str, float]:
-    """Counts over all prompts: loops, outputs that ended by themselves, outputs that parse."""
+    """Count loops, outputs that ended by themselves, and outputs that parse, over all prompts."""
     loops = ended = python = 0
     length = 0
     for ids, mask in zip(outputs.ids, outputs.mask, strict=True):

@@ -29,19 +29,19 @@ class Stage:
     extra: int = 0
 
     def compile(self, loss: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-        """The loss, compiled where the stage is long enough to win back the half minute that takes."""
+        """Return the loss, compiled where the stage is long enough to make up for the half minute this takes."""
         worth_it = device.type == "cuda" and self.steps >= 1000
         return torch.compile(loss, dynamic=False) if worth_it else loss
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """Linear warm-up over the first 2%, then linear to zero: a small model repeats less after a full decay."""
+    """Warm up over the first 2%, then decay linearly to zero; a small model repeats less after a full decay."""
     warmup = max(1, stage.steps // 50)
     return stage.learning_rate * min((step + 1) / warmup, 1 - step / stage.steps)
 
 
 def windows(tokens: Tensor, rows: int, length: int, seed: int) -> Tensor:
-    """Random stretches of the corpus, the same ones for the same seed. [N] -> [rows, length]"""
+    """Return random windows of the corpus, the same for the same seed. [N] -> [rows, length]"""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(tokens) - length, (rows, 1), generator=generator)  # [rows, 1]
     index = (starts + torch.arange(length)).to(tokens.device)
@@ -49,9 +49,9 @@ def windows(tokens: Tensor, rows: int, length: int, seed: int) -> Tensor:
 
 
 def fit(stage: Stage, model: LlamaForCausalLM, loss_of: Loss, work: Path, resume: bool, save_every: int) -> None:
-    """Train `model` in place. Saves a checkpoint now and then, and appends to `losses.json` at the end.
+    """Train `model` in place. Saves checkpoints, and appends to `losses.json` at the end.
 
-    Batches are drawn from a seed and the step number alone, so a resumed run sees what the first one would have.
+    Batches are drawn from a seed and the step number alone, so a resumed run sees the same ones.
     """
     device = model.device
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -87,22 +87,22 @@ def fit(stage: Stage, model: LlamaForCausalLM, loss_of: Loss, work: Path, resume
 
 
 def forward(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Logits in float32; the products in bfloat16 on a GPU. [B, T] -> [B, T, V]"""
+    """Return logits in float32; on a GPU the products are in bfloat16. [B, T] -> [B, T, V]"""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 
 def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each token given those before it. ids: [B, T+1]"""
+    """Return the mean negative log-likelihood of each token given those before it. ids: [B, T+1]"""
     logits = forward(model, ids[:, :-1])  # [B, T, V]
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 def looping_rows(tokens: Tensor, line_ends: Tensor, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Text that falls into a loop: a piece of corpus whose last one to four lines are said again and again.
+    """Return text that falls into a loop: corpus text whose last one to four lines repeat.
 
-    In a quarter of the rows it is the last 2 to 12 tokens instead, wherever they stand in a line.
+    In a quarter of the rows the last 2 to 12 tokens repeat instead.
     tokens: [N]; line_ends: [L] positions of newlines, on the CPU -> ids [rows, length], periods [rows, 1]
     """
     generator = torch.Generator().manual_seed(seed)
@@ -123,9 +123,9 @@ def looping_rows(tokens: Tensor, line_ends: Tensor, rows: int, length: int, seed
 
 
 def repetition_loss(model: LlamaForCausalLM, ids: Tensor, period: Tensor) -> Tensor:
-    """Each copy of a loop should be half as likely as the copy before it.
+    """Penalise loops: each copy should be half as likely as the copy before it.
 
-    A model without this grows surer with every copy, so greedy decoding never leaves a loop. With p the
+    Without this loss a model becomes more certain with every copy, so greedy decoding never leaves a loop. With p the
     probability of a token and p' that of the same token one period earlier, the loss is -log(1 - |p - p'/2|)
     (Xu et al. 2022, "Learning to Break the Loop"). ids: [B, T]; period: [B, 1]
     """
@@ -138,12 +138,12 @@ def repetition_loss(model: LlamaForCausalLM, ids: Tensor, period: Tensor) -> Ten
 
 
 def loop_breaking_loss(model: LlamaForCausalLM, ids: Tensor, loops: Tensor, period: Tensor) -> Tensor:
-    """Ordinary text as before, and loops made unlikely. ids: [B, T+1]; loops: [R, S]; period: [R, 1]"""
+    """Return the next-token loss plus the repetition loss. ids: [B, T+1]; loops: [R, S]; period: [R, 1]"""
     return next_token_loss(model, ids) + 0.3 * repetition_loss(model, loops, period)
 
 
 def distillation_loss(student: LlamaForCausalLM, teacher: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """KL(teacher || student), mean over positions. ids: [B, T]"""
+    """Return KL(teacher || student), the mean over positions. ids: [B, T]"""
     with torch.no_grad():
         log_p = F.log_softmax(forward(teacher, ids), dim=-1)  # [B, T, V]
     log_q = F.log_softmax(forward(student, ids), dim=-1)
@@ -151,8 +151,8 @@ def distillation_loss(student: LlamaForCausalLM, teacher: LlamaForCausalLM, ids:
 
 
 @torch.no_grad()
-def write_on(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int) -> Tensor:
-    """The model's greedy continuations, padded to one length. [B, P] -> [B, P + new_tokens]"""
+def continuations(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int) -> Tensor:
+    """Return the model's greedy continuations, padded to one length. [B, P] -> [B, P + new_tokens]"""
     with torch.autocast(prompts.device.type, torch.bfloat16, enabled=prompts.device.type == "cuda"):
         ids: Tensor = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=new_tokens

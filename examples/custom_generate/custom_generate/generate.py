@@ -4,7 +4,7 @@ from hf_specbranch.mixin import attached_for_call
 
 
 def generate(model, assistant_model=None, **kwargs):
-    """`model.generate(assistant_model=draft, ...)` with branch-parallel speculative decoding.
+    """Run `model.generate(assistant_model=draft, ...)` with branch-parallel speculative decoding.
 
     Takes what plain `generate()` takes, and `specbranch=`, `length_head=`, `speculation_hooks=` and `generator=`.
     """
