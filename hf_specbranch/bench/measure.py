@@ -56,7 +56,7 @@ class Plan:
 
 
 class Progress:
-    """Is told how a run proceeds; this one ignores it."""
+    """Receives the progress of a run; this one ignores it."""
 
     def doing(self, what: str) -> None:
         """Show what runs now."""
@@ -75,7 +75,7 @@ class Benchmark:
         pair: the models.
         prompts: their ids and inputs, `input_ids` [1, P] and `attention_mask`.
         plan: what to run.
-        progress: is told about each generation, and of warnings.
+        progress: receives each finished generation and warnings.
     """
 
     def __init__(

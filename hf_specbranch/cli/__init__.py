@@ -30,8 +30,8 @@ app.add_typer(head_app, name="head")
 app.command(cls=Command, epilog=BENCH_EPILOG)(bench)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(__version__)
         raise typer.Exit
 
