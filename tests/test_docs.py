@@ -1,7 +1,8 @@
-"""What the documentation says is true: its Python runs, its commands and messages exist, its pages build."""
+"""Tests of the documentation: its Python runs, its commands, messages, links and names exist, its pages build."""
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -69,7 +70,7 @@ def test_every_python_block_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", python_pages(run=False), ids=name_of)
-def test_blocks_that_are_not_run_name_only_what_exists(page):
+def test_unrun_blocks_import_what_exists(page):
     for block in blocks(page):
         if block.language == "python" and NOT_RUN in block.options:
             compiled(page, block)
@@ -106,7 +107,7 @@ def written_commands(page):
                         yield part.strip().removeprefix("hf-specbranch ")
 
 
-def test_every_command_in_the_docs_has_the_options_it_is_shown_with():
+def test_commands_have_the_options_shown():
     known, shown = commands(), 0
     for page in PAGES:
         for line in written_commands(page):
@@ -120,7 +121,7 @@ def test_every_command_in_the_docs_has_the_options_it_is_shown_with():
     assert shown > 20
 
 
-def test_the_command_line_page_lists_every_option():
+def test_cli_page_lists_every_option():
     text = (ROOT / "docs/cli.md").read_text()
     sections = {part.split("\n")[0].strip("` "): part for part in re.split(r"^##+ ", text, flags=re.MULTILINE)}
     shared = sections["Options of several commands"]
@@ -131,7 +132,7 @@ def test_the_command_line_page_lists_every_option():
                 assert f"`{option}" in where, f"hf-specbranch {command} {option} is not in docs/cli.md"
 
 
-def test_the_quick_start_lists_every_setting():
+def test_quick_start_lists_every_setting():
     text = (ROOT / "docs/index.md").read_text()
     assert all(f"| `{field.name}` |" in text for field in dataclasses.fields(SpecBranchConfig))
 
@@ -139,15 +140,21 @@ def test_the_quick_start_lists_every_setting():
 # ---- messages
 
 
-def test_every_message_in_the_troubleshooting_page_is_one_of_ours():
-    """Headings quote messages up to what varies; the source breaks them over lines."""
+def first_cells(text, header):
+    """Return the first cells of all tables whose first column has this header."""
+    tables = re.findall(rf"^\| {header} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+
+
+def test_troubleshooting_messages_are_ours():
+    """The first cells of the tables quote messages up to what varies; the source breaks them over lines."""
     package = "".join(path.read_text() for path in (ROOT / "hf_specbranch").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", package)
     text = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = [
         part
-        for heading in re.findall(r"^### (.*)$", text, re.MULTILINE)
-        for message in re.findall(r"`([^`]+)`", heading)
+        for cell in first_cells(text, "message")
+        for message in re.findall(r"`([^`]+)`", cell)
         for part in message.split("…")
         if part.strip()
     ]
@@ -156,20 +163,47 @@ def test_every_message_in_the_troubleshooting_page_is_one_of_ours():
     assert not missing
 
 
-def test_the_readme_links_to_what_is_there():
-    """Links between pages are checked when the site is built; the README is no part of it."""
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
-    assert links and all((ROOT / link).exists() for link in links if not link.startswith("http"))
+# ---- links and names
 
 
-def test_every_page_is_in_the_navigation():
+def anchors(page):
+    """Return the anchors of a page: its headings, and the names that the API reference documents."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", each) for each in plain} | set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_hold(page):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        linked = (page.parent / link) if link else page
+        assert linked.exists(), f"{name_of(page)}: {link}"
+        assert not anchor or anchor in anchors(linked), f"{name_of(page)}: {link}#{anchor}"
+
+
+def test_api_page_names_what_exists():
+    for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_architecture_page_names_files_that_exist():
+    """A path is relative to the package, or to the repository for tests, examples and the package itself."""
+    for name in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", (ROOT / "docs/architecture.md").read_text()):
+        assert (ROOT / name).exists() or (ROOT / "hf_specbranch" / name).exists(), name
+
+
+def test_navigation_has_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert all(page.name in navigation for page in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,8 @@ class WaitedFor(threading.Event):
 
     def wait(self, timeout=None):
         self.waiting.set()
-        return super().wait(PATIENCE)
+        assert super().wait(PATIENCE)
+        return True
 
 
 def test_kernels_are_launched_outside_a_dry_run_and_recorded_inside():
@@ -333,6 +334,20 @@ def test_passes_in_the_dry_run_of_the_check_have_no_side_effects(family, whole, 
         kept = contents(runner.cache)
         runner._some_passes()  # leaves a cache in use alone
         assert_holds(runner.cache, kept)
+
+
+def test_an_interrupted_dry_run_leaves_no_recipe(monkeypatch):
+    model = make("llama")
+
+    def interrupted(stage, *_, **__):
+        with recorded_dry_run():
+            stage()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[can_build_in_parallel.__module__], "build_in_parallel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        can_build_in_parallel(model)
+    assert state_of(model).kernel_recipe is None
 
 
 def test_models_with_hooks_or_autocast_get_no_dry_run():

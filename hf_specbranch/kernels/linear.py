@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 
 # Over 106 shapes of models from 68M to 70B on an H200, the fastest of these is within 1%, on average, of the fastest
-# of all that were measured, with other strips, blocks, stages and numbers of warps (docs/experiments.md).
+# of all that were measured, with other strips, blocks, stages and numbers of warps.
 PLANS = tuple(Plan(splits, stages) for splits in (1, 2, 4, 8) for stages in (3, 4, 6))
 
 
