@@ -13,7 +13,7 @@ from hf_specbranch.planning.agreement import typical_agreement
 from hf_specbranch.planning.chooser import choose, plans_within
 from hf_specbranch.planning.costs import SegmentTiming, StepCosts, fit_segment_costs, predicted_costs
 from hf_specbranch.planning.simulate import predict
-from hf_specbranch.stats import Totals
+from hf_specbranch.runtime.overlap import Totals
 
 from .plans import ALWAYS, CHEAP_DRAFT, NEVER, every_plan, of_size, recordings
 
