@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -52,11 +51,11 @@ def trace(
         target, draft, tokenizer = given.open_pair()
         model = specbranch(target, draft=draft)
         policies = [settings.policy] if compare is None else [settings.policy, compare]
-        if "auto" in policies:
-            print("auto changes its plans in mid-text; what is drawn for it is specbranch", file=sys.stderr)
         recordings = []
         for name in policies:
-            chosen = as_if_captured(replace(settings, policy=name), target.device, is_cheap(target, draft))
+            chosen = replace(settings, policy=name)
+            if name != "auto":  # the planner of auto decides for itself, and what it ran is drawn
+                chosen = as_if_captured(chosen, target.device, is_cheap(target, draft))
             for count in (min(WARM_UP_TOKENS, given.max_new_tokens), given.max_new_tokens):  # the first is a warm-up
                 torch.manual_seed(given.seed)
                 found = record(model, tokenizer, text, specbranch=chosen, max_new_tokens=count, **sampling)

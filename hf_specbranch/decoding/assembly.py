@@ -35,10 +35,8 @@ from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .pending_draft import PendingDraft
 from .policies import POLICIES, Policy
-from .resolve import NONE
 from .scoring import can_guide, is_opaque
 from .side_branches import SideBranches
-from .state import Feedback
 from .static_scoring import has_static_form, signature
 from .target import Target
 from .text import Text
@@ -114,20 +112,6 @@ class Assembly:
         )  # fmt: skip
         target = self._target(buffers, text)
         return Parts(target, NoDraft(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0))
-
-    def change(self, plan: SpecBranchConfig, parts: Parts, feedback: Feedback) -> tuple[Parts, Feedback]:
-        """Continue the same text with another plan.
-
-        The pending draft is rolled back, and the new drafter reads the text again. For drafts that are drawn this is
-        exact only if the choice of a plan does not depend on draft tokens that the target has not verified.
-        """
-        text = parts.text
-        parts.target.read_skipped_token()
-        parts = self.with_drafter(plan, parts)
-        text.result.survivor.fill_(NONE)  # whichever it was
-        parts.drafter.prefill(max(text.lengths))
-        result = text.result.to(parts.drafter.device)
-        return parts, feedback._replace(result=result, moved=False, draft_ended=True)
 
     def agreements(self, text: Text) -> list[Agreement]:
         """Return how the draft agrees with the text of the first unfinished row; nothing while that is short."""

@@ -23,7 +23,9 @@ from .loop import Parts, decode, read_prompt
 from .model_inputs import inputs_after_prompt, reread_of
 from .outputs import Recorder
 from .policies import POLICIES
+from .resolve import NONE
 from .scoring import is_opaque
+from .state import Feedback
 from .text import Text
 
 COLUMNS = 64  # of padding that are read in one pass
@@ -118,8 +120,10 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
         if segment.plan != plan:
             plan = segment.plan
             observed.accounting.close()
-            parts, feedback = assembly.change(plan, parts, feedback)
+            observed.target.read_skipped_token()
+            parts = assembly.with_drafter(plan, parts)
             observed = assembly.observed(parts)
+            feedback = take_over(observed, feedback)
         timer.start()
         overlap.enabled = segment.overlap
         feedback = decode(observed, overlap, feedback, range(segment.rounds))
@@ -128,6 +132,18 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
             planner.end(segment, timing)
         else:
             segment = segments.send(timing)
+
+
+def take_over(parts: Parts, feedback: Feedback) -> Feedback:
+    """Continue the same text with a new drafter, which reads it again.
+
+    The pending draft was rolled back. For drafts that are drawn this is exact only if the choice of a plan does not
+    depend on draft tokens that the target has not verified.
+    """
+    text = parts.text
+    text.result.survivor.fill_(NONE)  # whichever it was
+    parts.drafter.prefill(max(text.lengths))
+    return feedback._replace(result=text.result.to(parts.drafter.device), moved=False, draft_ended=True)
 
 
 def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | SpecBranchOutput:

@@ -114,6 +114,11 @@ class ObservedTarget(Observed):
             rows.append(verified)
             return cast(Step, self.part.verify(draft_tokens))
 
+    def read_skipped_token(self) -> None:
+        if self.part.text.skips:
+            with self.observer.working(TARGET, "read a leaf", self.part.device, forwards=1):
+                self.part.read_skipped_token()
+
 
 class ObservedDrafter(Observed):
     """Records the draft's stages, and the tokens that each of them drafts."""

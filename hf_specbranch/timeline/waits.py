@@ -1,8 +1,8 @@
 """The bubbles: how long plain speculation would have kept each model waiting.
 
-Plain speculation drafts a chain while the target waits, and verifies it while the draft waits. With the recorded chains
-and times its rounds can be laid out one after the other: a chain of `n` tokens takes `n` draft steps, then the pass
-takes as long as it did. The draft would have put down the same tokens, since it stood behind the same text.
+Plain speculation drafts while the target waits, and verifies while the draft waits. With the recorded drafts and times
+its rounds can be laid out one after the other: `n` draft tokens take `n` draft steps, then the pass takes as long as it
+did. The draft model would have drafted the same tokens, since the text before them was the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .recording import BRANCHES, DRAFT, PROMPT, TARGET, Block, Recording
 
 
 class Wait(NamedTuple):
-    """A stretch during which one model can only wait for the other."""
+    """A time during which one model can only wait for the other."""
 
     lane: str  # who waits: TARGET or DRAFT
     round: int
@@ -23,7 +23,7 @@ class Wait(NamedTuple):
 
 
 def plain_waits(recording: Recording) -> list[Wait]:
-    """The rounds of plain speculation as they would have been: in turns, target and draft wait for each other."""
+    """Return the rounds of plain speculation as they would have been: target and draft wait for each other in turns."""
     step = draft_step(recording.blocks)
     passes = [block for block in recording.blocks if block.lane == TARGET and block.rows]
     if step is None or not passes:
@@ -49,7 +49,7 @@ def draft_step(blocks: list[Block]) -> float | None:
 
 
 def recorded_waits(recording: Recording) -> dict[str, float]:
-    """Seconds during which each model really had nothing to do, from the first round behind the prompt to the last."""
+    """Seconds during which each model really had nothing to do, from the first round after the prompt to the last."""
     rounds = [block for block in recording.blocks if block.name != PROMPT]
     if not rounds:
         return {TARGET: 0.0, DRAFT: 0.0}
