@@ -22,8 +22,7 @@ import torch
 import transformers
 
 from hf_specbranch import SpecBranchConfig, specbranch
-from hf_specbranch.families.registry import language_models
-from hf_specbranch.families.tiny import PAD, TEXT_TOKENS, VOCABULARY, noisy_copy
+from hf_specbranch.families.tiny import PAD, TEXT_TOKENS, VOCABULARY, language_models, noisy_copy
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "falcon", "phi3",

@@ -9,10 +9,19 @@ from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from hf_specbranch.cli import app
-from hf_specbranch.families.check import EQUAL, ERROR, NEAR_TIE, NEW_TOKENS, REFUSED, WRONG, compare, is_refusal
-from hf_specbranch.families.registry import Family, language_models, vision_models
+from hf_specbranch.families.check import (
+    EQUAL,
+    ERROR,
+    NEAR_TIE,
+    NEW_TOKENS,
+    REFUSED,
+    WRONG,
+    compare,
+    image_prompts,
+    is_refusal,
+)
 from hf_specbranch.families.sweep import Result, markdown, sweep, try_family
-from hf_specbranch.families.tiny import VOCABULARY
+from hf_specbranch.families.tiny import VOCABULARY, Family, language_models, vision_models
 
 FAILED = (WRONG, ERROR, NEAR_TIE)
 TEXT = ("gpt_oss", "deepseek_v3", "bert", "gemma3_text", "llama", "qwen2", "gpt2")  # each attends in its own way
@@ -62,8 +71,6 @@ def test_positions_of_several_axes_are_equal_or_refused(name):
 
 def test_images_are_seen():
     """Prompts that differ in their pixels alone have different logits."""
-    from hf_specbranch.families.images import image_prompts
-
     for name in (*IMAGES, *SEVERAL_AXES):
         model = family(name).build()
         prompts = image_prompts(model, 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GitConfig, GitForCausalLM, LlamaForCausalLM
 
-from hf_specbranch.families.registry import language_models
+from hf_specbranch.families.tiny import language_models
 
 from .models import VOCABULARY, attached, config, llama, noisy_copy, prompt
 

@@ -1,1 +1,1 @@
-"""Every architecture of the installed transformers in a tiny form, and how speculation fares on it."""
+"""Every architecture of the installed transformers in a tiny form, and whether speculation is exact on it."""

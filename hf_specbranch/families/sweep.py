@@ -1,4 +1,4 @@
-"""Tries speculation on every architecture, and writes what became of it as a table."""
+"""Compare speculation with plain `generate()` on every architecture, and write the results as a table."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import transformers
 
 from .check import EQUAL, ERROR, NEAR_TIE, NOT_BUILT, PLAIN_FAILS, REFUSED, WRONG, Case, check, one_line
-from .registry import Family, language_models, vision_models
+from .tiny import Family, language_models, vision_models
 
 WORST_FIRST = (WRONG, ERROR, NEAR_TIE, EQUAL, REFUSED, PLAIN_FAILS, NOT_BUILT)
-SEEDS = 3  # tried in turn while a text comes down to a near tie
+SEEDS = 3  # tried in turn while a text ends in a near tie
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one architecture."""
+    """The comparisons of one architecture."""
 
     family: Family
     cases: tuple[Case, ...]
 
     @property
     def state(self) -> str:
-        """The state of all its cases; "equal" if some are equal and others are refused."""
+        """The worst state of its cases; "equal" if some are equal and others are refused."""
         return min((case.state for case in self.cases), key=WORST_FIRST.index)
 
     def states(self, images: bool) -> str:
-        """The states for prompts with or without images, in the words of the table."""
+        """Return the states for prompts with or without images, as the table shows them."""
         cases = [case for case in self.cases if not case.inputs or ("image" in case.inputs) == images]
         by_inputs = {case.inputs: _worst(cases, case.inputs) for case in cases}
         if len(set(by_inputs.values())) <= 1:
@@ -41,7 +41,7 @@ class Result:
     @property
     def note(self) -> str:
         """Why it is not equal throughout."""
-        notes: dict[str, str] = {}  # one of those that differ in a number alone
+        notes: dict[str, str] = {}  # one of those that differ only in a number
         for case in self.cases:
             notes.setdefault(re.sub(r"\d+", "", case.note), case.note)
         return "; ".join(filter(None, notes.values()))
@@ -67,7 +67,7 @@ def try_family(family: Family) -> Result:
 
 
 def sweep(only: Sequence[str] = ()) -> Iterator[Result]:
-    """Try all architectures, or those of the named model types with their variants.
+    """Compare all architectures, or those of the named model types with their variants.
 
     Raises:
         ValueError: for a name that is not known.
@@ -82,7 +82,7 @@ def sweep(only: Sequence[str] = ()) -> Iterator[Result]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The page of the docs: a table of all results, those that are not equal first."""
+    """Return the page of the docs: a table of all results, those that are not equal first."""
     counts = Counter(result.state for result in results)
     total = ", ".join(f"{counts[state]} {state}" for state in WORST_FIRST if counts[state] or state == WRONG)
     lines = [

@@ -1,12 +1,20 @@
-"""Tiny random models of any architecture: the fields of a configuration that say a size are known by their names."""
+"""Every architecture of transformers as a tiny random model; the fields that set a size are known by their names."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY, PAD, BOS, EOS = 64, 0, 1, 2
 TEXT_TOKENS = range(3, 48)  # prompts consist of these; the ids above are left to image tokens and their like
@@ -55,7 +63,7 @@ _SIZES: tuple[tuple[Any, str], ...] = (
     (EOS, "eos_token_id"),
 )
 SIZES = {name: value for value, names in _SIZES for name in names.split()}
-# Set although the default is None: the default is to have no window, or as many heads as queries have.
+# Set although the default is None, which means no window, or as many key heads as query heads.
 _EVEN_IF_NONE = "sliding_window num_key_value_heads head_dim n_routed_experts num_experts_per_tok n_shared_experts"
 EVEN_IF_NONE = {*_EVEN_IF_NONE.split(), "pad_token_id", "bos_token_id", "eos_token_id"}
 
@@ -63,7 +71,7 @@ _MIXED = ["sliding_attention", "full_attention"]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * _MIXED, "num_kv_shared_layers": 2}
 _IMAGE_CODES = {"base_channels": HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1]}
-# What the names do not tell, by model type.
+# What does not follow from the names, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {"layer_types": _MIXED, "rope_parameters": dict.fromkeys(_MIXED, _MROPE)},
@@ -107,14 +115,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 4.0}
+_LONGROPE |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = _YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Settings that change how attention is computed: (name, model type, settings).
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("llama, eager attention", "llama", {"attn_implementation": "eager"}),
+    ("llama, longrope", "llama", {"rope_parameters": _LONGROPE}),
+    ("llama, dynamic rope", "llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 20}),
+    ("llama, yarn", "llama", {"rope_parameters": _YARN}),
+    ("llama, llama3 rope", "llama", {"rope_parameters": _LLAMA3}),
+    ("phi3, longrope", "phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    ("falcon, alibi", "falcon", {"alibi": True, "new_decoder_architecture": False}),
+    ("falcon, new decoder", "falcon", {"new_decoder_architecture": True}),
+    ("gemma2, eager attention", "gemma2", {"attn_implementation": "eager"}),
+    ("mixtral, router logits", "mixtral", {"output_router_logits": True}),
+    ("qwen2, no window", "qwen2", {"use_sliding_window": False}),
+    ("mistral, no window", "mistral", {"sliding_window": None}),
+    ("gpt_neo, long window", "gpt_neo", {"window_size": 2 * WINDOW}),
+)
+
 
 def tiny_config(config_class: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
-    """A small configuration of the given class."""
+    """Return a small configuration of the given class."""
     return config_class(**{**tiny_settings(config_class), **changes})
 
 
 def tiny_settings(config_class: type[PretrainedConfig]) -> dict[str, Any]:
-    """The arguments that make a configuration small."""
+    """Return the arguments that make a configuration small."""
     default = config_class()
     known = default.to_dict()
     settings = {
@@ -139,7 +169,7 @@ def tiny_settings(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 def _parts(
     config_class: type[PretrainedConfig], default: PretrainedConfig, known: dict[str, Any]
 ) -> dict[str, type[PretrainedConfig]]:
-    """The classes of nested configurations; a vision tower is added even where it is optional."""
+    """Return the classes of nested configurations; a vision tower is added even where it is optional."""
     parts = {name: getattr(default, name, None) for name, value in known.items() if isinstance(value, dict)}
     classes = {name: type(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
     optional: Any = getattr(config_class, "sub_configs", {}).get("vision_config")
@@ -149,7 +179,7 @@ def _parts(
 
 
 def _layers(default: PretrainedConfig, known: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The number of layers and all that is listed layer by layer, so that every kind of layer occurs."""
+    """Return the number of layers and all lists with an entry per layer, so that every kind of layer occurs."""
     name = default.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     number = known.get(name)
     lists = {
@@ -169,7 +199,7 @@ def _layers(default: PretrainedConfig, known: dict[str, Any], settings: dict[str
 
 
 def _rope(value: Any, several_axes: bool) -> Any:
-    """Rotary settings; the sections of several axes (time, height, width) add up to the pairs that are rotated."""
+    """Return rotary settings; the sections of several axes (time, height, width) sum to the number of rotated pairs."""
     if not isinstance(value, dict):
         return value
     changed = {name: _rope(each, several_axes) for name, each in value.items()}
@@ -184,7 +214,7 @@ def _is_special_token(name: str, value: Any) -> bool:
 
 
 def tiny_model(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A float32 model with random weights, large enough that its greedy texts vary; it never ends a text."""
+    """Return a float32 model with random weights, large enough that greedy texts vary; it never ends a text."""
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
@@ -199,10 +229,61 @@ def tiny_model(model_class: type[PreTrainedModel], config: PretrainedConfig, see
 
 
 def noisy_copy(model: PreTrainedModel, noise: float = 0.04, seed: int = 1) -> PreTrainedModel:
-    """A draft that agrees with the model often, but not always."""
+    """Return a draft that agrees with the model often, but not always."""
     twin = copy.deepcopy(model)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
     return twin
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of transformers; its code is imported when it is built."""
+
+    name: str
+    model_class: str
+    load: Callable[[], type[PreTrainedModel]]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """The name without its variant."""
+        return self.name.split(",")[0].split(" ")[0]
+
+    def build(self, seed: int = 0) -> PreTrainedModel:
+        """Build a tiny model with random weights.
+
+        Raises:
+            Exception: whatever its code raises, e.g. ImportError for a package that is not installed.
+        """
+        model_class = self.load()
+        return tiny_model(model_class, tiny_config(model_class.config_class, **self.changes), seed)
+
+
+def language_models() -> list[Family]:
+    """Return every architecture of `AutoModelForCausalLM`, and variants of some."""
+    families = _mapped(MODEL_FOR_CAUSAL_LM_MAPPING)
+    known = {family.name: family for family in families}
+    return families + [replace(known[family], name=name, changes=changes) for name, family, changes in VARIANTS]
+
+
+def vision_models() -> list[Family]:
+    """Return every further architecture of `AutoModelForImageTextToText`."""
+    known = {family.model_class: family.name for family in language_models()}
+    families = [family for family in _mapped(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING) if family.model_class not in known]
+    taken = set(known.values())
+    return [replace(each, name=f"{each.name} (images)") if each.name in taken else each for each in families]
+
+
+def _mapped(mapping: Any) -> list[Family]:
+    """Return one family per model class, named by the text model or the shortest of its model types."""
+    names: dict[str, list[str]] = {}
+    for model_type, class_name in mapping._model_mapping.items():
+        names.setdefault(class_name, []).append(model_type)
+    families = []
+    for class_name, model_types in names.items():
+        name = min(model_types, key=lambda each: (not each.endswith("_text"), len(each)))
+        families.append(Family(name, class_name, partial(mapping._load_attr_from_module, name, class_name)))
+    return families
