@@ -1,4 +1,4 @@
-"""What a user may choose about speculation."""
+"""The settings of speculation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ POLICIES = ("auto", "autoregressive", "vanilla", "pearl", "specbranch")
 RUNTIMES = ("auto", "eager", "graph")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DEFAULT_DRAFT_LENGTH = 8
-# Drafting costs an eager draft much of a target's pass, and it pays to stop early; captured stages take all their steps
-# anyway, and what counts is tokens a pass.
+# An eager draft step costs a large part of a target pass, so it pays to stop early. A captured stage always runs all
+# its steps, so only the tokens per pass count.
 DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
-# A captured draft stage takes all its steps, so its length must be in proportion: 1.3B beside 33B took 1.3 ms a step
-# for 18 ms a pass, 68M beside 7B 0.1 for 4 (docs/benchmarks.md).
-CAPTURED_LENGTH = 4  # tokens drafted in one go by a draft that is not cheap; by one that is, as everywhere
-REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = (
-    12,
-    4,
-)  # branches for corrections, by a draft that is cheap, and by one that is not
-TREE_LEAVES = 6  # with a chain of 8, the token before it and the one that is read again: 16, a block of our kernels
+# A captured draft stage always runs all its steps, so its length depends on their cost: a 1.3B draft took 1.3 ms per
+# step where a 33B target took 18 ms per pass, a 68M draft 0.1 ms where a 7B target took 4 ms (docs/benchmarks.md).
+CAPTURED_LENGTH = 4  # gamma in captured stages for a draft that is not cheap; a cheap one takes the default
+REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
+TREE_LEAVES = 6  # with 8 draft tokens, the token before them and one that is read again: 16, a block of our kernels
 
 
 RENAMED = {"max_outcomes": "max_rejection_branches", "runners_up": "tree_leaves"}
@@ -40,35 +37,33 @@ class SpecBranchConfig:
     `GenerationConfig` (`GenerationConfig(specbranch=config.to_dict())`) or in a JSON file.
 
     Args:
-        policy: "auto" measures what a step of each model takes and how well the draft does on this text, and chooses
-            between the others and everything below that says "auto"; "specbranch" (branches, adaptive length, as in
-            the paper), "pearl" (drafting ahead, one line), "vanilla" (draft, then verify) or "autoregressive" (no
-            draft at all) do one thing throughout.
-        max_draft_length: gamma, the most tokens drafted in one go; "auto" takes what the generation config
-            says in `num_assistant_tokens`, else 8, or 4 where stages are captured and the draft is large beside its
-            target.
+        policy: "auto" measures what a step of each model costs and how often the target agrees with the draft on this
+            text, and chooses one of the other policies and every setting below that is "auto". The others do not
+            change during a call: "specbranch" (branches and adaptive length, as in the paper), "pearl" (drafting ahead
+            without branches), "vanilla" (draft, then verify), "autoregressive" (no draft).
+        max_draft_length: gamma, the most tokens drafted in one go; "auto" takes `num_assistant_tokens` of the
+            generation config, else 8, or 4 where stages are captured and the draft is large compared with its target.
         confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
-            probability is below it. 0 never stops: drafts of fixed length. "auto" takes what the generation config says
-            in `assistant_confidence_threshold`, else 0.02 where stages are captured as CUDA graphs and no head
-            decides, and 0.4 elsewhere.
+            probability is below it. 0 never stops: drafts of fixed length. "auto" takes
+            `assistant_confidence_threshold` of the generation config, else 0.02 where stages are captured as CUDA
+            graphs and no head decides, and 0.4 elsewhere.
         max_branches: k_max, the most branches at a branch point.
-        max_outcomes: the most branches opened earlier, at the chain positions most likely to be rejected, so that a
-            correction finds its continuation drafted ("specbranch" only). 0: branches at the branch point alone, as
-            in the paper. "auto": what the policy "auto" chooses, and 0 under the others.
-        runners_up: how many of the draft's second choices, at the chain positions most likely to be rejected, the
-            target checks in the same pass ("vanilla" and "specbranch"); where one is right, the pass brings one token
-            more. They take no drafting, but make the pass wider. "auto": as for `max_rejection_branches`.
-        length_head: what says of a drafted line 0 (send nothing), 1 (let confidence decide) or 2 (send all): a
-            `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look for one
-            on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
+        max_rejection_branches: the most branches opened before the branch point, at the draft tokens most likely to be
+            rejected, so that the target's correction is already continued ("specbranch" only). 0: branches at the
+            branch point alone, as in the paper. "auto": what the policy "auto" chooses, and 0 under the others.
+        tree_leaves: how many of the draft's second choices, at the draft tokens most likely to be rejected, the target
+            verifies in the same pass ("vanilla" and "specbranch"); an accepted leaf adds one token to the pass. Leaves
+            take no drafting, but make the pass wider. "auto": as for `max_rejection_branches`.
+        length_head: predicts for a draft 0 (send nothing), 1 (decide by confidence) or 2 (send all of it): the H-RAD of
+            the paper. A `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look
+            for one on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
         runtime: "eager" runs ordinary forwards; "graph" replays stages captured as CUDA graphs; "auto" takes graphs on
             CUDA and ordinary forwards elsewhere.
-        overlap: target and draft work at the same time.
+        overlap: run draft and target at the same time.
         kernels: in captured graphs, run the models through fewer, larger kernels of our own where their structure is
-            recognised. "auto" does so in half precision, and leaves float32 models,
-            whose tokens are promised to equal plain `generate()`'s one by one, to transformers' own code; True and
-            False decide for every dtype. The bookkeeping between forwards takes kernels of our own in either dtype,
-            unless this is False.
+            recognised. "auto" does so in half precision and leaves float32 models, whose tokens must equal those of
+            plain `generate()`, to transformers' own code; True and False decide for every dtype. The work
+            between forwards uses kernels of our own in every dtype, unless this is False.
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
@@ -124,21 +119,21 @@ class SpecBranchConfig:
         return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
 
     def threshold(self, alone: bool = False) -> float:
-        """epsilon as a number; `alone`: stages are captured, and no head or other hook has a say."""
+        """Return epsilon as a number; `alone`: stages are captured, and no head or other hook decides."""
         if not isinstance(self.confidence_threshold, str):
             return self.confidence_threshold
         return DEFAULT_CAPTURED_THRESHOLD if alone else DEFAULT_THRESHOLD
 
     def decided(self, captured: bool = False, cheap: bool = True, alone: bool = True) -> SpecBranchConfig:
-        """The same settings with a method and numbers where they say "auto"; nothing is measured.
+        """Return the same settings with a policy and numbers in place of "auto"; nothing is measured.
 
         Args:
             captured: stages are captured as CUDA graphs.
-            cheap: the draft is small beside its target.
-            alone: no head or other hook has a say.
+            cheap: the draft is small compared with its target.
+            alone: no head or other hook decides.
         """
         large = captured and not cheap
-        beyond = captured and self.policy == "auto"  # what the paper does not have
+        beyond = captured and self.policy == "auto"  # also what the paper does not have
         outcomes, leaves = self.max_rejection_branches, self.tree_leaves
         if outcomes == "auto":
             outcomes = 0 if not beyond else FEW_REJECTION_BRANCHES if large else REJECTION_BRANCHES
@@ -154,7 +149,7 @@ class SpecBranchConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON.
+        """Return all fields, ready for JSON.
 
         Raises:
             ValueError: if `length_head` is an object; only a path or a repository id can be written down.
@@ -168,7 +163,7 @@ class SpecBranchConfig:
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> SpecBranchConfig:
-        """The inverse of `to_dict`; unknown names are an error."""
+        """Build the settings from the output of `to_dict`; unknown names are an error."""
         settings = renamed(cls.__name__, settings, RENAMED)
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(settings) - set(names)):

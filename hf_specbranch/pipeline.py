@@ -17,11 +17,11 @@ TASK = "specbranch-text-generation"
 
 
 class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
-    """`TextGenerationPipeline` that drafts with a second model. Every argument of `text-generation` is taken too.
+    """A `TextGenerationPipeline` that drafts with a second model. It takes every argument of `text-generation` too.
 
     Args:
         draft: the draft model, its folder or its repository id. May be left out if `model` comes from
-            `specbranch(model, draft=...)`. Named, it is loaded beside the target: same device, same dtype.
+            `specbranch(model, draft=...)`. A name is loaded to the target's device, in its dtype.
         length_head: a length head, its folder, its repository id or "auto".
         specbranch: settings, as `generate(specbranch=...)` takes them; may also be given with each call.
 
@@ -56,7 +56,7 @@ class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
         specbranch(self.model, draft=cast(Any, draft), head=length_head)
 
     def check_model_type(self, supported_models: Any) -> None:
-        if transformers_model(self.model) is self.model:  # transformers knows PEFT models under its own tasks alone
+        if transformers_model(self.model) is self.model:  # transformers knows PEFT models only in its own tasks
             super().check_model_type(supported_models)
 
 
@@ -71,7 +71,7 @@ def _check(target: Any, draft: Any) -> None:
 
 
 def register_task() -> None:
-    """Make `pipeline("specbranch-text-generation", ...)` known to transformers; importing the package does it."""
+    """Register `pipeline("specbranch-text-generation", ...)` with transformers; importing the package does it."""
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
             TASK, SpecBranchTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"

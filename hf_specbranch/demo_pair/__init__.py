@@ -46,7 +46,7 @@ def load_demo_pair(
 
     Args:
         draft: "good" agrees with the target on most tokens, "weak" on fewer than half.
-        dtype: of the weights in memory; they are stored in bfloat16, so float32 loses nothing.
+        dtype: dtype of the weights in memory; they are stored in bfloat16, so float32 loses nothing.
         device: where to put both models.
         head: also load the length head trained for this draft.
 
