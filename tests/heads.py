@@ -10,7 +10,7 @@ from .tokens import letter_tokenizer
 
 
 def random_head(target, draft, seed=0, gamma=4, **changes):
-    """A head with random weights, whose verdicts depend on everything it reads."""
+    """A head with random weights, whose predictions depend on everything it reads."""
     settings = dict(
         target=ModelIdentity.of(target),
         draft=ModelIdentity.of(draft),
@@ -32,36 +32,36 @@ def random_head(target, draft, seed=0, gamma=4, **changes):
     return head
 
 
-def trained_form(head, line, embeddings):
-    """[N, F] what a head reads of a line, and [N] its verdicts as they were trained."""
+def trained_form(head, drafts, embeddings):
+    """Return [N, F], what a head reads of drafts, and [N], its predictions in the trained form."""
     config = head.config
-    features = head_inputs(line, embeddings, config.gamma, config.drafted_tokens, config.features).matrix(config)
+    features = head_inputs(drafts, embeddings, config.gamma, config.drafted_tokens, config.features).matrix(config)
     with torch.no_grad():
         return features, head.predict(features)
 
 
 class Observed:
-    """A head in its trained form, as a hook that remembers what it was shown and what it said."""
+    """A head in its trained form, as a hook that records its inputs and its predictions."""
 
     fresh_drafts = True
 
     def __init__(self, head, target):
         self.head, self.embeddings = head, target.get_input_embeddings()
         self.feature_layers, self.draft_scores = head.config.feature_layers, head.config.reads_scores
-        self.shown, self.said = [], []
+        self.shown, self.predicted = [], []
 
-    def __call__(self, line):
-        if line.features is None and self.feature_layers:
-            return torch.ones_like(line.length)
-        features, verdict = trained_form(self.head, line, self.embeddings)
+    def __call__(self, drafts):
+        if drafts.features is None and self.feature_layers:
+            return torch.ones_like(drafts.length)
+        features, prediction = trained_form(self.head, drafts, self.embeddings)
         self.shown.append(features)
-        self.said.append(verdict)
-        return verdict
+        self.predicted.append(prediction)
+        return prediction
 
 
 @torch.no_grad()
 def balance(head, features):
-    """Make all three verdicts common on lines like these, features [N, F] as the head was shown them."""
+    """Make all three classes common on drafts like these, given their features [N, F]."""
     std = features.std(0)
     head.mean.copy_(features.mean(0))
     head.std.copy_(torch.where(std > 1e-4, std, torch.ones_like(std)))

@@ -19,7 +19,7 @@ def plain(target):
 
 
 @pytest.mark.compat
-def test_the_same_object_comes_back_and_passes_for_what_it_was(plain):
+def test_attaching_keeps_object_class_and_weights(plain):
     weights = {name: tensor.data_ptr() for name, tensor in plain.state_dict().items()}
     model = specbranch(plain)
     assert model is plain
@@ -53,7 +53,7 @@ def test_the_draft_is_remembered_and_is_no_submodule(plain, draft):
     assert draft not in list(model.modules())
 
 
-def test_a_draft_passed_to_generate_wins_over_the_remembered_one(plain, draft, stranger):
+def test_draft_of_the_call_wins_over_the_attached_one(plain, draft, stranger):
     calls = []
     probe = copy.deepcopy(stranger)
     probe.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -141,7 +141,7 @@ def test_pipeline_takes_an_assistant_model(plain, target, draft):
     assert plain.specbranch_stats.num_draft_tokens > 0
 
 
-def test_two_threads_may_generate_with_one_model_and_different_settings(target, draft):
+def test_two_threads_may_share_a_model(target, draft):
     from concurrent.futures import ThreadPoolExecutor
 
     model = attached(target)

@@ -62,7 +62,7 @@ def test_the_model_is_left_as_it_was(pair):
     assert type(model) is LlamaForCausalLM and set(model.__dict__) == names
 
 
-def test_the_model_stays_attached_until_the_last_call_ends(pair):
+def test_model_stays_attached_until_the_last_call_ends(pair):
     plain, kind = ask(pair), type(pair[0])
     with ThreadPoolExecutor(2) as threads:
         for out in threads.map(lambda _: remote(pair, assistant_model=pair[1]), range(4)):

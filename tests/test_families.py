@@ -13,7 +13,7 @@ from .models import attached, prompt
 @pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_branches_packed_in_scattered_slots_have_the_logits_of_plain_runs(family):
+def test_packed_branches_have_the_logits_of_plain_runs(family):
     """A prefix and two branches of three tokens, written to random slots of one row."""
     model = make(family)
     prefix, one, two = torch.randint(3, VOCABULARY, (14,)).split([8, 3, 3])

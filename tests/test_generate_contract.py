@@ -56,7 +56,7 @@ def test_an_attached_model_may_assist_another(remembers, target, draft, stranger
     assert torch.equal(got, target.generate(**prompt(), **GREEDY))
 
 
-def test_an_attached_model_may_assist_itself_in_transformers_own_decoding(target, model):
+def test_attached_model_may_assist_itself(target, model):
     got = model.generate(**prompt(), **GREEDY, assistant_model=model, specbranch=False)
     assert torch.equal(got, target.generate(**prompt(), **GREEDY)) and model.specbranch_stats is None
 
@@ -132,7 +132,7 @@ def test_a_model_may_be_called_within_its_own_generation(target, model):
 
 @pytest.mark.parametrize("length", [3, 20])
 @pytest.mark.parametrize("where", ["argument", "passed", "target", "draft"])
-def test_a_draft_length_that_somebody_has_set_is_honoured(where, length, model, target):
+def test_num_assistant_tokens_is_honoured(where, length, model, target):
     draft, asked = copy.deepcopy(target), {}  # always right
     if where == "argument":
         asked = {"num_assistant_tokens": length}
@@ -150,7 +150,7 @@ def test_a_draft_length_that_somebody_has_set_is_honoured(where, length, model, 
 
 
 @pytest.mark.parametrize("where", ["argument", "passed", "target", "draft"])
-def test_a_confidence_threshold_that_somebody_has_set_is_honoured(where, model, draft):
+def test_assistant_confidence_threshold_is_honoured(where, model, draft):
     draft, drafted = copy.deepcopy(draft), []
     for threshold in (0.0, 0.4, 0.99):
         asked = {}
@@ -179,7 +179,7 @@ LOOKUP, EARLY_EXIT = {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1
 
 
 @pytest.mark.parametrize(("source", "where"), [(LOOKUP, "argument"), (LOOKUP, "target"), (EARLY_EXIT, "argument")])
-def test_another_source_of_candidates_wins_over_the_remembered_draft(source, where, target, draft):
+def test_other_candidate_sources_win_over_the_attached_draft(source, where, target, draft):
     calls, draft = [], copy.deepcopy(draft)
     draft.register_forward_pre_hook(lambda *_: calls.append(1))
     model = specbranch(copy.deepcopy(target), draft=draft)
@@ -234,7 +234,7 @@ MODES = {
 
 @pytest.mark.parametrize("where", ["argument", "passed", "target"])
 @pytest.mark.parametrize("name", MODES)
-def test_what_is_not_supported_falls_back_with_one_warning(name, where, target, model, caplog):
+def test_unsupported_calls_fall_back_with_one_warning(name, where, target, model, caplog):
     asked, reason = MODES[name]
     kwargs = {**GREEDY, **asked}
     if where == "passed":
@@ -275,7 +275,7 @@ def test_each_reason_and_each_model_has_its_own_warning(target, draft, caplog):
 
 
 @pytest.mark.parametrize("explicit", ["settings", "true", "assistant"])
-def test_an_explicit_request_falls_back_where_transformers_does(explicit, target, model, draft, caplog):
+def test_explicit_settings_fall_back_too(explicit, target, model, draft, caplog):
     asked = {
         "settings": {"specbranch": config()},
         "true": {"specbranch": True},
@@ -286,7 +286,7 @@ def test_an_explicit_request_falls_back_where_transformers_does(explicit, target
     assert len(warnings_of(caplog)) == 1
 
 
-def test_an_assistant_is_refused_where_transformers_refuses_it(model, draft):
+def test_assistant_is_refused_where_transformers_refuses_it(model, draft):
     with pytest.raises(ValueError, match="needs the cache.*refuses it too: leave out use_cache=False"):
         model.generate(**prompt(), **GREEDY, use_cache=False, assistant_model=draft)
 
@@ -301,13 +301,13 @@ def test_an_assistant_is_refused_where_transformers_refuses_it(model, draft):
     ],
     ids=["contrastive", "dola", "group beams", "constrained"],
 )
-def test_modes_that_moved_to_the_hub_are_left_to_transformers(asked, model, caplog):
+def test_modes_on_the_hub_are_left_to_transformers(asked, model, caplog):
     with pytest.raises(ValueError, match="requires `trust_remote_code=True`"):
         model.generate(**prompt(), **GREEDY, **asked)
     assert len(warnings_of(caplog)) == 1
 
 
-def test_a_callable_custom_generate_is_left_to_transformers(target, model):
+def test_callable_custom_generate_is_left_to_transformers(target, model):
     def first_token(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         return input_ids[:, :1]
 
@@ -319,7 +319,7 @@ def test_a_callable_custom_generate_is_left_to_transformers(target, model):
 
 @pytest.mark.parametrize("role", ["target", "draft", "both"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_models_that_train_with_gradient_checkpointing_generate_as_plain(rows, role, target, draft, caplog):
+def test_gradient_checkpointing_falls_back(rows, role, target, draft, caplog):
     plain, draft = copy.deepcopy(target), copy.deepcopy(draft)
     for model in {"target": [plain], "draft": [draft], "both": [plain, draft]}[role]:
         model.gradient_checkpointing_enable()
@@ -349,7 +349,7 @@ class RoundedCache(QuantizedCache):
         cache_utils.Cache.__init__(self, layers=[RoundedLayer(residual_length=4) for _ in range(layers)])
 
 
-def test_a_quantized_cache_gives_the_tokens_of_plain_over_several_turns(caplog):
+def test_quantized_cache_over_several_turns(caplog):
     target = llama(seed=0, eos=None)
     model = specbranch(copy.deepcopy(target), draft=noisy_copy(target, 0.1, 1))
     texts = []
@@ -367,7 +367,7 @@ def test_a_quantized_cache_gives_the_tokens_of_plain_over_several_turns(caplog):
     assert len(warnings_of(caplog)) == 1 and "RoundedLayer" in warnings_of(caplog)[0]
 
 
-def test_a_quantized_cache_that_generate_returned_is_taken_back(target, model, caplog):
+def test_returned_quantized_cache_is_accepted(target, model, caplog):
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no cache quantized to float8")
     asked = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "return_dict_in_generate": True}
@@ -387,7 +387,7 @@ class DoublingCache(DynamicCache):
         return super().update(key_states, 2 * value_states, layer_idx, *args, **kwargs)
 
 
-def test_a_cache_of_the_users_own_kind_is_left_to_transformers(target, model):
+def test_custom_cache_is_left_to_transformers(target, model):
     texts = [
         speaker.generate(**prompt(), **GREEDY, past_key_values=DoublingCache(config=target.config))
         for speaker in (target, model)

@@ -87,7 +87,7 @@ class Witness(LogitsProcessor):
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_stateful_processor_sees_the_prefixes_of_plain_generate_in_order(policy, rows, target, model, draft):
+def test_stateful_processor_sees_plain_prefixes(policy, rows, target, model, draft):
     ours, plain = Witness(), Witness()
     kwargs = {**prompt(rows), "max_new_tokens": 25, "do_sample": False}
     expected = target.generate(**kwargs, logits_processor=[plain])
@@ -137,7 +137,7 @@ def test_a_processor_that_can_fork_guides_the_draft_too(policy, target, model, d
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_of_several_eos_tokens_ends_a_row_in_mid_chain(policy, target, model, draft):
+def test_any_eos_token_ends_a_row_within_a_draft(policy, target, model, draft):
     plain = target.generate(**prompt(), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=PAD)
     for position in (3, 8, 14):
         ends = [int(plain[0, 7 + position]), VOCABULARY - 1]
@@ -222,7 +222,7 @@ def test_a_streamer_hears_every_token_once_and_in_order(policy, rows, target, mo
 
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_output_has_the_shape_and_values_of_plain_generate(rows, draft):
+def test_output_fields_are_those_of_plain_generate(rows, draft):
     target = llama(seed=0, attn_implementation="eager")
     kwargs = dict(
         **prompt(rows),
@@ -267,7 +267,7 @@ def test_transition_scores_can_be_computed(target, model, draft):
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_cache_handed_out_is_the_one_plain_generate_hands_out(rows, window, draft):
+def test_returned_cache_is_that_of_plain_generate(rows, window, draft):
     target = window_model(window)
     kwargs = dict(**prompt(rows), max_new_tokens=14, min_new_tokens=14, do_sample=False, return_dict_in_generate=True)
     plain = target.generate(**kwargs).past_key_values
@@ -404,7 +404,7 @@ def test_settings_may_be_passed_in_a_generation_config(target, model, draft):
     assert model.specbranch_stats.policy == "vanilla"
 
 
-def test_settings_survive_saving_and_loading_the_generation_config(tmp_path):
+def test_settings_survive_saving_the_generation_config(tmp_path):
     plan = GenerationConfig(max_new_tokens=9, specbranch=config("pearl", gamma=3).to_dict())
     plan.save_pretrained(tmp_path)
     assert GenerationConfig.from_pretrained(tmp_path).specbranch == config("pearl", gamma=3).to_dict()
@@ -496,7 +496,7 @@ def test_embeddings_may_be_wider_than_the_config_says(sample):
         assert sample or torch.equal(got, target.generate(**arguments))
 
 
-def test_a_context_of_learned_positions_is_filled_to_the_last_token():
+def test_learned_positions_are_used_to_the_last():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ def settings_with(head, drafting="sample"):
 
 
 def balanced_head(kind):
-    """A head for the sampling pair that holds some lines back and not others."""
+    """A head for the sampling pair that holds some drafts back and not others."""
     head = random_head(*sampling_pair(), gamma=2, **KINDS[kind])
     watched = Observed(head, sampling_pair()[0])
     draw(settings_with(watched), samples=1000)
@@ -49,22 +49,22 @@ def test_sampled_output_stays_the_targets(kind, drafting):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_heads_of_these_tests_hold_some_lines_back_and_not_others(kind):
+def test_balanced_heads_hold_some_drafts_back(kind):
     watched = Observed(balanced_head(kind), sampling_pair()[0])
     draw(settings_with(watched), samples=1000)
-    assert 0.05 < (torch.cat(watched.said) == 0).float().mean() < 0.95
+    assert 0.05 < (torch.cat(watched.predicted) == 0).float().mean() < 0.95
 
 
 @pytest.mark.slow
-def test_a_head_that_throws_away_what_it_holds_back_is_noticed(monkeypatch):
-    """Discarding drawn tokens by what was seen of them, and drawing anew, is biased; the test must see it."""
+def test_discarding_held_back_tokens_is_noticed(monkeypatch):
+    """Discarding drawn tokens after looking at them, and drawing again, is biased; the test must see it."""
     honest, head = drafter_module.Drafter._cut, balanced_head("drafted tokens alone")
 
     def discard(self, features):
-        kept, line = honest(self, features), self.line
-        held = self.survived & (kept == 0) & (line.length > 0)
-        line.end.copy_(torch.where(held, line.start, line.end))
-        line.fed.copy_(torch.where(held, torch.minimum(line.fed, line.start - 1), line.fed))
+        kept, pending = honest(self, features), self.pending
+        held = self.survived & (kept == 0) & (pending.length > 0)
+        pending.end.copy_(torch.where(held, pending.start, pending.end))
+        pending.fed.copy_(torch.where(held, torch.minimum(pending.fed, pending.start - 1), pending.fed))
         return kept
 
     monkeypatch.setattr(drafter_module.Drafter, "_cut", discard)
@@ -84,7 +84,7 @@ def test_the_shipped_heads_leave_greedy_output_alone(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["good", "weak"])
-def test_the_shipped_heads_leave_the_next_tokens_distribution_alone(name):
+def test_shipped_heads_keep_the_sampled_distribution(name):
     """The two commonest tokens at each of the first positions, against plain sampling."""
     target, draft, tokenizer, head = load_demo_pair(name, head=True)
     ids = tokenizer("def add(a, b):\n    return", return_tensors="pt")["input_ids"].expand(500, -1)

@@ -1,4 +1,4 @@
-"""The form a head is used in says what the trained form says, in few operations."""
+"""The folded form of a head predicts what the trained form predicts, in few operations."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ KINDS = {
 }
 
 
-def lines(rows, positions, hidden=32, layers=1, vocabulary=VOCABULARY, seed=0):
-    """Random lines, some of them shorter than others; none has the padding token, whose embedding is 0."""
+def random_drafts(rows, positions, hidden=32, layers=1, vocabulary=VOCABULARY, seed=0):
+    """Random drafts, some of them shorter than others; none has the padding token, whose embedding is 0."""
     torch.manual_seed(seed)
     q = (3 * torch.randn(rows, positions, vocabulary)).softmax(-1)
     return Survivor(
@@ -40,35 +40,35 @@ def lines(rows, positions, hidden=32, layers=1, vocabulary=VOCABULARY, seed=0):
     )
 
 
-def assert_same_verdicts(head, target, *, hidden=32, layers=1, vocabulary=VOCABULARY, all_kinds=True):
+def assert_same_predictions(head, target, *, hidden=32, layers=1, vocabulary=VOCABULARY, all_kinds=True):
     hook, seen = head.bind(target), []
     for positions in (1, 3, 4, 10):
-        line = lines(200, positions, hidden, layers, vocabulary)
-        _, wanted = trained_form(head, line, target.get_input_embeddings())
-        assert torch.equal(hook.head(line), wanted)
+        drafts = random_drafts(200, positions, hidden, layers, vocabulary)
+        _, wanted = trained_form(head, drafts, target.get_input_embeddings())
+        assert torch.equal(hook.head(drafts), wanted)
         seen.append(wanted)
     assert not all_kinds or set(torch.cat(seen).tolist()) == {0, 1, 2}
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", KINDS)
-def test_verdicts_are_those_of_the_trained_form(kind, target, draft):
+def test_predictions_are_those_of_the_trained_form(kind, target, draft):
     head = random_head(target, draft, **KINDS[kind])
-    features, _ = trained_form(head, lines(400, 4, seed=1), target.get_input_embeddings())
-    assert_same_verdicts(balance(head, features), target)
+    features, _ = trained_form(head, random_drafts(400, 4, seed=1), target.get_input_embeddings())
+    assert_same_predictions(balance(head, features), target)
 
 
-def test_a_vocabulary_too_large_for_tables_makes_no_difference(target, draft, monkeypatch):
+def test_large_vocabulary_needs_no_tables(target, draft, monkeypatch):
     monkeypatch.setattr(folded, "LARGEST_TABLE", 0)
     head = random_head(target, draft)
-    assert_same_verdicts(head, target, all_kinds=False)
+    assert_same_predictions(head, target, all_kinds=False)
     assert head.bind(target).head.folded.expectation.key.values is None
 
 
 @pytest.mark.parametrize("name", ["good", "weak"])
-def test_the_shipped_heads_say_what_they_were_trained_to_say(name):
+def test_shipped_heads_predict_as_trained(name):
     target, _, _, head = load_demo_pair(name, head=True)
-    assert_same_verdicts(head, target, hidden=256, layers=4, vocabulary=4096, all_kinds=False)
+    assert_same_predictions(head, target, hidden=256, layers=4, vocabulary=4096, all_kinds=False)
 
 
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.0, 0.0), (0.3, 0.7)])
@@ -76,10 +76,10 @@ def test_thresholds_are_compared_exactly(thresholds, target, draft):
     head = random_head(target, draft, none_threshold=thresholds[0], all_threshold=thresholds[1])
     with torch.no_grad():
         head.layers[-1].weight.mul_(100)  # probabilities of exactly 0 and 1
-    assert_same_verdicts(head, target, all_kinds=False)
+    assert_same_predictions(head, target, all_kinds=False)
 
 
-def test_a_head_is_folded_once_and_anew_when_its_weights_change(target, draft):
+def test_head_is_folded_again_when_its_weights_change(target, draft):
     head = random_head(target, draft)
     one, two = head.bind(target), head.bind(target)
     assert one.head.folded is two.head.folded and one.settings == two.settings
@@ -87,11 +87,11 @@ def test_a_head_is_folded_once_and_anew_when_its_weights_change(target, draft):
         head.layers[-1].bias.add_(torch.tensor([5.0, 0.0, -5.0]))
     changed = head.bind(target)
     assert changed.settings != one.settings
-    assert_same_verdicts(head, target, all_kinds=False)
+    assert_same_predictions(head, target, all_kinds=False)
 
 
-def test_a_verdict_takes_few_operations(target, draft):
-    """Each costs some microseconds to start, more than its arithmetic; so their number is what a verdict costs."""
+def test_prediction_takes_few_operations(target, draft):
+    """Launching an operation takes longer than its arithmetic, so their number is what a prediction costs."""
 
     class Counting(TorchDispatchMode):
         VIEWS = "slice unsqueeze view _unsafe_view select t expand permute transpose detach alias".split()
@@ -105,7 +105,7 @@ def test_a_verdict_takes_few_operations(target, draft):
                 self.names.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    ask, line = random_head(target, draft).bind(target).head, lines(1, 4)
+    ask, drafts = random_head(target, draft).bind(target).head, random_drafts(1, 4)
     with Counting() as counted, torch.no_grad():
-        ask(line)
+        ask(drafts)
     assert len(counted.names) <= 32, counted.names

@@ -91,7 +91,7 @@ def test_a_private_head_opens_with_the_token(hub, head, tmp_path):
     assert_same(fetched, LengthHead.from_pretrained(tmp_path / "head"))
 
 
-def test_a_connection_cut_in_mid_file_is_an_error_and_leaves_no_head_behind(hub, published, head, tmp_path):
+def test_interrupted_download_leaves_no_head(hub, published, head, tmp_path):
     hub.cut_after = 1000
     with pytest.raises(OSError, match=f"length head {NAME}: the download of {NAME} failed"):
         LengthHead.from_pretrained(NAME, cache_dir=tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""What a head learns from texts, and from lines of several folders."""
+"""What a head learns from texts, and from drafts of several folders."""
 
 import json
 
@@ -75,14 +75,14 @@ def test_an_expectation_learns_log_probabilities(reading):
     assert torch.corrcoef(together)[0, 1] > 0.5
 
 
-def test_a_head_that_has_read_is_the_same_every_time_and_not_as_without(folders, reading):
+def test_training_with_texts_is_repeatable_and_matters(folders, reading):
     one, two = (train(folders[0], SMALL, progress=False, reading=reading).head for _ in range(2))
     without = train(folders[0], SMALL, progress=False).head
     weights = [head.expectation.key.weight for head in (one, two, without)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_lines_of_several_folders_are_joined_by_prompt(folders, target, draft, tokenizer):
+def test_drafts_of_several_folders_are_joined_by_prompt(folders, target, draft, tokenizer):
     (_, one), (_, two) = (read_samples(folder) for folder in folders)
     manifest, both = read_folders(folders)
     assert len(both["accepted"]) == len(one["accepted"]) + len(two["accepted"])
@@ -106,7 +106,7 @@ def test_folders_of_different_pairs_do_not_belong_together(folders, tmp_path):
 
 def test_features_a_head_does_not_read_are_not_computed(target):
     torch.manual_seed(0)
-    line = Survivor(
+    drafts = Survivor(
         tokens=torch.tensor([[3, 4, 5]]),
         length=torch.tensor([2]),
         confidence=torch.full((1, 3), 0.5),
@@ -115,11 +115,11 @@ def test_features_a_head_does_not_read_are_not_computed(target):
         scores=torch.rand(1, 3, VOCABULARY).softmax(-1),
     )
     embeddings = target.get_input_embeddings()
-    every = head_inputs(line, embeddings, 4, 2)
-    some = head_inputs(line, embeddings, 4, 2, ("confidence", "entropy"))
+    every = head_inputs(drafts, embeddings, 4, 2)
+    some = head_inputs(drafts, embeddings, 4, 2, ("confidence", "entropy"))
     assert torch.equal(some.entropy, every.entropy) and torch.equal(some.confidence, every.confidence)
     assert some.probability.numel() == some.drafted.numel() == 0
-    exact = -torch.special.xlogy(line.scores, line.scores).sum(-1)
+    exact = -torch.special.xlogy(drafts.scores, drafts.scores).sum(-1)
     assert torch.allclose(every.entropy[:, :2], exact[:, :2], atol=1e-5)
 
 

@@ -36,7 +36,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, target, draft, tokenizer):
-    folder = tmp_path_factory.mktemp("lines")
+    folder = tmp_path_factory.mktemp("drafts")
     collect(target, draft, tokenizer, PROMPTS, folder / "prompts.jsonl", folder, SETTINGS, progress=False)
     return folder
 
@@ -52,9 +52,9 @@ def prompt_file(tmp_path_factory):
 # ---- what a head reads
 
 
-def test_positions_behind_the_end_of_a_line_read_as_nothing(target):
+def test_positions_after_the_draft_are_zero(target):
     q = torch.full((2, 3, VOCABULARY), 1.0 / VOCABULARY)
-    line = Survivor(
+    drafts = Survivor(
         tokens=torch.tensor([[3, 4, 5], [6, 7, 8]]),
         length=torch.tensor([3, 1]),
         confidence=torch.full((2, 3), 0.5),
@@ -63,7 +63,7 @@ def test_positions_behind_the_end_of_a_line_read_as_nothing(target):
         fresh=torch.tensor([False, True]),
         scores=q,
     )
-    inputs = head_inputs(line, target.get_input_embeddings(), gamma=4, drafted_tokens=2)
+    inputs = head_inputs(drafts, target.get_input_embeddings(), gamma=4, drafted_tokens=2)
     assert inputs.confidence.tolist() == [[0.5, 0.5, 0.5, 0], [0.5, 0, 0, 0]]
     assert inputs.entropy[0, 0] == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), abs=1e-4)
     assert torch.equal(inputs.drafted[1, 0], target.get_input_embeddings().weight[6])
@@ -117,7 +117,7 @@ def test_labels_are_what_the_text_says(data):
 
 
 @pytest.mark.compat
-def test_collecting_is_repeatable_and_goes_on_where_it_stopped(data, tmp_path, target, draft, tokenizer):
+def test_collecting_is_repeatable_and_resumes(data, tmp_path, target, draft, tokenizer):
     class Stopped(Exception):
         pass
 
@@ -141,13 +141,13 @@ def test_collecting_is_repeatable_and_goes_on_where_it_stopped(data, tmp_path, t
     assert not list(tmp_path.glob(".*"))
 
 
-def test_collecting_with_other_settings_into_the_same_folder_is_refused(data, target, draft, tokenizer):
+def test_collecting_with_other_settings_is_refused(data, target, draft, tokenizer):
     other = CollectSettings(**{**SETTINGS.__dict__, "gamma": 5})
     with pytest.raises(ValueError, match=r"holds drafts collected with other settings \(gamma: there 4, here 5\)"):
         collect(target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", data, other, progress=False)
 
 
-def test_the_number_of_lines_is_bounded(tmp_path, target, draft, tokenizer):
+def test_number_of_drafts_is_bounded(tmp_path, target, draft, tokenizer):
     few = CollectSettings(**{**SETTINGS.__dict__, "max_samples": 30})
     manifest = collect(target, draft, tokenizer, PROMPTS, tmp_path / "p", tmp_path / "out", few, progress=False)
     assert manifest.samples == 30
@@ -201,11 +201,11 @@ def test_no_prompt_is_on_both_sides_of_the_split():
 
 
 def test_macro_f1_by_hand():
-    truth, verdict = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 0, 2])
-    assert metrics.macro_f1(truth, verdict) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+    truth, prediction = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 0, 2])
+    assert metrics.macro_f1(truth, prediction) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
 
 
-def test_offsets_raise_the_macro_f1_and_leave_a_perfect_head_alone():
+def test_offsets_raise_the_macro_f1():
     torch.manual_seed(0)
     truth = torch.multinomial(torch.tensor([0.2, 0.6, 0.2]), 2000, replacement=True)
     logits = torch.nn.functional.one_hot(truth, 3) + torch.randn(2000, 3) + torch.tensor([0.5, 0.0, 0.3])
@@ -226,9 +226,9 @@ def test_thresholds_keep_the_tokens_and_cut_the_rollback():
     sure = torch.where(bad, 0.9, 0.05)
     probabilities = torch.stack([sure, 1 - sure, torch.zeros(400)], dim=1)
     none, everything = metrics.choose_thresholds(probabilities, samples, epsilon=0.4, max_token_loss=0.0)
-    verdict = metrics.prediction_by_thresholds(probabilities, none, everything)
-    assert torch.equal(verdict == 0, bad)
-    assert metrics.effect(samples, verdict, 0.4).rollback_tokens == 0
+    prediction = metrics.prediction_by_thresholds(probabilities, none, everything)
+    assert torch.equal(prediction == 0, bad)
+    assert metrics.effect(samples, prediction, 0.4).rollback_tokens == 0
 
 
 # ---- saving and loading
@@ -315,7 +315,7 @@ def test_a_pair_it_was_not_made_for_is_refused_by_field(target, draft):
         head.check_pair(target, draft, letter_tokenizer(40))
 
 
-def test_generate_refuses_a_head_for_another_pair_before_any_work(target, draft):
+def test_head_for_another_pair_is_refused_before_any_work(target, draft):
     model = attached(target)
     model.register_forward_pre_hook(lambda *_: pytest.fail("worked before refusing"))
     head = random_head(llama(seed=0, hidden=48), draft)
@@ -359,7 +359,7 @@ def test_auto_takes_the_head_that_comes_with_the_package(monkeypatch):
 # ---- evaluation and the command
 
 
-def test_evaluation_measures_every_method_on_unseen_prompts(target, draft, tokenizer, data):
+def test_evaluation_measures_every_method(target, draft, tokenizer, data):
     head = train(data, TrainSettings(epochs=3, layer_sizes=(16, 8), match_size=4), progress=False).head
     unseen = [Prompt("x", "zyxwvu"), Prompt("y", "ponmlk")]
     settings = EvalSettings(max_new_tokens=16, batch_size=2)
@@ -380,13 +380,13 @@ def test_evaluation_measures_every_method_on_unseen_prompts(target, draft, token
 
 
 @pytest.mark.compat
-def test_the_commands_lead_from_prompts_to_a_measured_head(prompt_file, tmp_path):
+def test_commands_train_and_measure_a_head(prompt_file, tmp_path):
     pytest.importorskip("matplotlib")
-    run, lines, head = CliRunner(), str(tmp_path / "lines"), str(tmp_path / "head")
+    run, drafts, head = CliRunner(), str(tmp_path / "drafts"), str(tmp_path / "head")
     common = ["--draft", "weak", "--max-new-tokens", "24", "--batch-size", "4", "--threads", "1", "--json"]
-    done = run.invoke(app, ["head", "collect", "--prompts", str(prompt_file), "--out", lines, *common])
+    done = run.invoke(app, ["head", "collect", "--prompts", str(prompt_file), "--out", drafts, *common])
     assert done.exit_code == 0 and json.loads(done.stdout)["samples"] > 20, done.output
-    done = run.invoke(app, ["head", "train", "--data", lines, "--out", head, "--epochs", "2"])
+    done = run.invoke(app, ["head", "train", "--data", drafts, "--out", head, "--epochs", "2"])
     assert done.exit_code == 0 and "macro-F1 on held-out prompts" in done.stdout, done.output
     assert {path.name for path in (tmp_path / "head").iterdir()} >= {"learning_curve.png", "confusion_matrix.png"}
     other = tmp_path / "other.jsonl"
@@ -398,7 +398,7 @@ def test_the_commands_lead_from_prompts_to_a_measured_head(prompt_file, tmp_path
 
 
 @pytest.mark.slow
-def test_the_embedded_head_can_be_judged_and_stays_as_it_is():
+def test_embedded_head_can_be_evaluated():
     few = ["--draft", "weak", "--max-new-tokens", "6", "--temperatures", "0", "--json"]
     done = CliRunner().invoke(app, ["head", "eval", "--head", "embedded", *few])
     assert done.exit_code == 0 and "specbranch + head" in done.stdout

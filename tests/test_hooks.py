@@ -39,15 +39,15 @@ def test_the_less_sure_the_wider(confidence, width):
     assert TopKBranches(6).fork(state(confidence)).tolist() == [width]
 
 
-@pytest.mark.parametrize(("verdict", "kept"), [(0, 0), (1, 1), (2, 3)])
-def test_a_head_overrules_confidence_unless_it_says_one(verdict, kept):
-    head = LengthHeadHook(lambda survivor: torch.full_like(survivor.length, verdict))
+@pytest.mark.parametrize(("prediction", "kept"), [(0, 0), (1, 1), (2, 3)])
+def test_head_overrules_confidence_unless_it_predicts_some(prediction, kept):
+    head = LengthHeadHook(lambda survivor: torch.full_like(survivor.length, prediction))
     hooks = HookList([head, ConfidenceStop(0.5)])
     assert hooks.keep(survivor([0.9, 0.4, 0.9])).tolist() == [kept]
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_the_old_name_of_fresh_drafts_is_accepted_with_a_warning(value):
+def test_old_name_of_fresh_drafts_warns(value):
     class Keeper(SpeculationHook):
         fresh_lines = value
 
@@ -114,7 +114,7 @@ def test_a_head_may_be_remembered_on_the_model(target, draft):
     assert calls
 
 
-def test_a_head_reads_the_targets_features_at_the_last_verified_position(target, draft):
+def test_features_are_those_of_the_last_verified_position(target, draft):
     class Reader(SpeculationHook):
         feature_layers = (1, 2)
 

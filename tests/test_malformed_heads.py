@@ -78,7 +78,7 @@ def test_a_malformed_head_is_refused_by_name(name, sound, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a threshold is a text", "a scalar tensor", "the config is nested"])
-def test_generate_refuses_a_malformed_head_before_any_work(name, sound, tmp_path, target, draft):
+def test_malformed_head_is_refused_before_any_work(name, sound, tmp_path, target, draft):
     folder, said = malformed(name, sound, tmp_path / "head")
     model = attached(target)
     model.register_forward_pre_hook(lambda *_: pytest.fail("worked before refusing"))
@@ -88,7 +88,7 @@ def test_generate_refuses_a_malformed_head_before_any_work(name, sound, tmp_path
 
 @pytest.mark.compat
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_auto_skips_malformed_heads_and_takes_the_sound_one(every, hub, fits, named_pair, tmp_path, caplog):
+def test_auto_skips_malformed_heads(every, hub, fits, named_pair, tmp_path, caplog):
     names = list(PUBLISHED)[::every]
     for number, name in enumerate(names):
         folder, _ = malformed(name, tmp_path / "fits", tmp_path / str(number))
@@ -104,7 +104,7 @@ def test_auto_skips_malformed_heads_and_takes_the_sound_one(every, hub, fits, na
     assert used == f"length_head='auto': using {FITS} at revision {fits.names['main']}"
 
 
-def test_a_malformed_head_named_by_its_repository_is_refused(hub, sound, tmp_path):
+def test_malformed_head_on_the_hub_is_refused(hub, sound, tmp_path):
     hub.add("org/bad", malformed("no features", sound, tmp_path / "bad")[0])
     with pytest.raises(HeadError, match=r"config.json: features=\[\]"):
         LengthHead.from_pretrained("org/bad", cache_dir=tmp_path / "cache")
@@ -123,7 +123,7 @@ def test_what_is_too_large_is_not_downloaded(name, hub, fits, named_pair, tmp_pa
     assert fetched(hub, FITS) == {"config.json", "model.safetensors"}
 
 
-def test_auto_skips_a_head_for_another_pair_without_its_weights(hub, fits, named_pair, tmp_path, caplog):
+def test_auto_skips_a_head_for_another_pair(hub, fits, named_pair, tmp_path, caplog):
     large, small = named_pair
     wider = llama(seed=0, hidden=48)
     wider.name_or_path = large.name_or_path
@@ -242,7 +242,7 @@ def paths(record, before=()):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_config_with_any_other_value_is_refused_or_works(data, sound, target):
+def test_config_with_any_value_is_refused_or_works(data, sound, target):
     record, tensors = read_head(sound)
     changed = json.loads(json.dumps(record))
     changed["training"] = json.loads(TRAINED)

@@ -58,7 +58,7 @@ def assert_it_speculated(pipe):
     assert pipe.model.specbranch_stats.num_accepted_tokens > 0
 
 
-def test_the_length_that_transformers_fills_in_is_not_taken_for_the_users(pipe):
+def test_default_length_is_not_taken_for_the_users(pipe):
     pipe(PROMPTS[0], **GREEDY)
     plans = str(pipe.model.specbranch_stats.plans)
     assert "length" in plans and "length 20" not in plans
@@ -86,7 +86,7 @@ def test_a_streamer_gets_the_text(pipe, plain, pair):
     assert "".join(streamer) == said[0]["generated_text"] == plain(PROMPTS[0], **GREEDY)[0]["generated_text"][14:]
 
 
-def test_a_text_streamer_prints_as_it_does_for_a_plain_pipeline(pipe, plain, pair, capsys):
+def test_text_streamer_prints_as_in_a_plain_pipeline(pipe, plain, pair, capsys):
     for each in (pipe, plain):
         each(PROMPTS[0], **GREEDY, streamer=TextStreamer(pair[2]))
     ours, theirs = capsys.readouterr().out.split(PROMPTS[0])[1:]
@@ -102,7 +102,7 @@ def test_sampling_follows_the_seed(pipe):
     assert_it_speculated(pipe)
 
 
-def test_sampling_that_leaves_no_choice_gives_the_greedy_text(pipe, plain):
+def test_sampling_with_top_k_1_is_greedy(pipe, plain):
     asked = {"do_sample": True, "top_k": 1, "max_new_tokens": 8}
     assert pipe(PROMPTS[0], **asked) == plain(PROMPTS[0], **asked)
     assert_it_speculated(pipe)
@@ -122,7 +122,7 @@ def test_settings_may_be_given_with_the_call(pipe):
 # ---- the task that loads the draft itself
 
 
-def test_the_task_takes_a_draft_and_all_that_text_generation_takes(task_pipe, plain):
+def test_task_takes_text_generation_arguments(task_pipe, plain):
     asked = {**GREEDY, "batch_size": 2, "return_full_text": False}
     assert task_pipe(PROMPTS[:3], **asked) == plain(PROMPTS[:3], **asked)
     assert task_pipe(CHAT, **GREEDY) == plain(CHAT, **GREEDY)
