@@ -4,6 +4,7 @@ The contract is `DraftOps` on a `DraftRound`, and the `in_triton` forms of the v
 on a GPU, or on the CPU under Triton's interpreter (`TRITON_INTERPRET=1`), which one test here starts.
 """
 
+import ast
 import copy
 import importlib
 import os
@@ -11,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from hf_specbranch import SpecBranchStats, SpeculationHook
+from hf_specbranch import SpecBranchStats, SpeculationHook, kernels
 from hf_specbranch.decoding.acceptance import NO_TOKEN, accept_choices, accept_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
@@ -887,6 +889,34 @@ def test_kernels_leave_other_stop_and_fork_hooks_to_torch(hook):
 def test_kernels_leave_branches_of_one_token_to_torch():
     assert not kernels_know(POLICIES["pearl"], 1, HookList(OURS))
     assert kernels_know(POLICIES["pearl"], 2, HookList(OURS)) and kernels_know(POLICIES["vanilla"], 1, HookList(OURS))
+
+
+KERNEL_FILES = sorted(Path(kernels.__path__[0]).rglob("*.py"))
+
+
+def unknown_varying(source):
+    """Names in `@varying(...)` that are no parameters of the kernel below: Triton ignores them without a word."""
+    unknown = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        parameters = {argument.arg for argument in function.args.args}
+        for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "varying":
+                names = {ast.literal_eval(name) for name in decorator.args}
+                unknown += [f"{function.name}: {name}" for name in sorted(names - parameters)]
+    return unknown
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: path.stem)
+def test_varying_names_parameters(path):
+    assert not unknown_varying(path.read_text())
+
+
+def test_unknown_varying_is_noticed():
+    kernel = '@varying("count", "outcomes")\ndef _fork_kernel(ids, count): ...\n'
+    assert unknown_varying(kernel) == ["_fork_kernel: outcomes"]
+    assert sum("@varying(" in path.read_text() for path in KERNEL_FILES) > 5
 
 
 TYPES = {

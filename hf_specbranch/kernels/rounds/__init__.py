@@ -1,22 +1,20 @@
-"""The bookkeeping of a round in few kernels.
+"""The operations of a round in Triton, one or two kernels each.
 
-Between the forwards of a round stand many small decisions: which token the draft takes, where it stops, what is sent to
-the target, what the verdict means. In torch each is a dozen kernels over a few numbers, and a kernel takes 2 us
-whatever it does: together they took as long as the draft itself. Here each decision is one kernel.
+Between the forwards of a round there are many small decisions: which token the draft takes, where it stops, what is
+sent to the target, what the verify result means. In torch each takes a dozen kernels over a few numbers, and a kernel
+takes 2 us whatever it does: together they took as long as the draft model itself.
 
-What they must compute is written in torch in `decoding/`: `Drafter`, `Verifier` and `Target` are the references of
-`QuickDrafter`, `QuickJudge` and `QuickTarget`. NONE is -1, as in `verify`.
+The torch versions in `decoding/` are the references: `TorchDraftOps`, `Verifier._verify_in_torch` and
+`Target._inputs_in_torch`. NONE is -1, as there.
 """
 
 from .advance import advance
-from .count import count_drafted
+from .branches import find_likely_rejections, fork
 from .draws import Drawn, drawn_choices
-from .fork import fork
 from .inputs import open_branches, pending_inputs, verify_inputs
 from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, empty_inputs
-from .rejections import find_likely_rejections
 from .resolve import AfterRound, adopt, resolve_pending
-from .send import SentDraft, send
+from .send import SentDraft, count_drafted, send
 from .verify import verify_draft
 
 __all__ = [

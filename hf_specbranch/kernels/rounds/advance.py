@@ -1,7 +1,7 @@
-"""The end of a draft step: what the draft says becomes a distribution, a choice, and the input of the next step.
+"""The end of a draft step: from the draft's logits to a distribution, a chosen token and the inputs of the next step.
 
-One program for the main line, one for each sibling. On the line the chosen token is put behind its end, where the row
-goes on and the draft is sure enough; a sibling takes its token whatever it is.
+One program per branch. The pending draft gains the chosen token where its row goes on and the confidence is at least
+epsilon; a side branch gains its token in any case.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ def advance(
     step: int = 0,
     noise: Tensor | None = None,
 ) -> None:
-    """Take a step.
+    """Record the distribution after each branch, choose its next token, and write the inputs of the next step.
 
     Args:
-        logits: [B, Q, V'] behind the tips, the line's first; after the processors.
-        line: what is extended.
-        tips: where the next step's inputs go; what is visible is added to.
+        logits: [B, Q, V'] after the last tokens, the pending draft first; the processors are applied.
+        pending: the pending draft, which is extended.
+        inputs: receives the inputs of the next step; new slots are added to what is visible.
         positions: [B, C] by column.
         flag: [B] bool: rows that may go on.
         bound: [B] the column where they stop, but for `further`.
-        count: [B] tokens drafted, added to.
+        count: [B] drafted tokens, added to.
         further: added to the bound.
-        epsilon: a line stops before a token with less confidence.
-        sticky: rows that stop are taken out of `flag`.
-        siblings: extended too, if given.
-        step: which step of theirs this is.
-        noise: [B, Q, V'] of exponential random numbers, with which tokens are drawn; None takes the likeliest.
+        epsilon: a pending draft stops before a token with less confidence.
+        sticky: a row that stops is taken out of `flag`.
+        side: the side branches, extended too if given.
+        step: which step of the side branches this is.
+        noise: [B, Q, V'] exponential random numbers, with which tokens are drawn; None takes the likeliest.
     """
     others = 0 if side is None else side.most
-    nobody = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
+    unused = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
     depth = side.depth if side is not None else 1
     _advance_kernel[(pending.rows, 1 + others)](
         logits, pending.confidence if noise is None else noise, pending.ids, *pending[2:], count, flag, bound,
-        *(side or nobody), *inputs, positions,
+        *(side or unused), *inputs, positions,
         further, epsilon, step, logits.stride(0), logits.stride(1),
         min(logits.shape[2], pending.vocabulary), pending.vocabulary, pending.ids.stride(0), pending.ring, others,
         depth, positions.stride(0), inputs.tokens.stride(0), inputs.visible.stride(0), inputs.visible.stride(1),
@@ -60,7 +60,7 @@ def advance(
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
          "depth", "positions_stride", "inputs_stride", "visible_row", "visible_query", "queries")  # fmt: skip
 def _advance_kernel(
-    logits: Value, noise: Value, ids: Value, end: Value, cached: Value, following: Value, confidence: Value,
+    logits: Value, noise: Value, ids: Value, end: Value, cached: Value, next_token: Value, confidence: Value,
     scores: Value, count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
     side_slots: Value,
@@ -74,6 +74,7 @@ def _advance_kernel(
     logits += row * row_stride + branch * query_stride
     offsets = tl.arange(0, BLOCK)
 
+    # Softmax in one reading: the sum is rescaled whenever a larger value is found.
     largest = -float("inf")
     total = 0.0
     best = branch * 0
@@ -86,40 +87,41 @@ def _advance_kernel(
         base = tl.where(new == -float("inf"), 0.0, new)
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(value - base), 0)
         largest = new
-    sure = 1.0 / total
+    top = 1.0 / total  # the probability of the likeliest token
     if DRAWS:
+        # The first arrival among waiting times with rates `q` is token `x` with probability `q(x)`.
         noise += (row * queries + branch) * known
-        soonest = -1.0
+        fastest = -1.0
         for first in range(0, known, BLOCK):
             inside = first + offsets < known
             value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
             wait = tl.load(noise + first + offsets, mask=inside, other=1.0)
-            race = tl.exp(value - largest) / wait
-            here = tl.max(race, 0)
-            best = tl.where(here > soonest, first + tl.argmax(race, 0), best)
-            soonest = tl.maximum(soonest, here)
+            rate = tl.exp(value - largest) / wait
+            here = tl.max(rate, 0)
+            best = tl.where(here > fastest, first + tl.argmax(rate, 0), best)
+            fastest = tl.maximum(fastest, here)
 
     if branch == 0:
-        tip = tl.load(end + row)
-        entry = row * (ring + 1) + tip % ring
-        tl.store(confidence + entry, sure)
-        tl.store(following + row, best.to(tl.int64))
-        tl.store(cached + row, tip)
+        next_column = tl.load(end + row)  # the column of the chosen token
+        entry = row * (ring + 1) + next_column % ring
+        tl.store(confidence + entry, top)
+        tl.store(next_token + row, best.to(tl.int64))
+        tl.store(cached + row, next_column)
         out = scores + entry * vocabulary
-        goes = tl.load(flag + row).to(tl.int1) & (tip < tl.load(bound + row) + further) & (sure >= epsilon)
+        goes_on = tl.load(flag + row).to(tl.int1) & (next_column < tl.load(bound + row) + further) & (top >= epsilon)
         if STICKY:
-            tl.store(flag + row, goes)
-        tl.store(ids + row * ids_stride + tip, best.to(tl.int64), mask=goes)
-        tl.store(count + row, tl.load(count + row) + goes.to(tl.int64))
-        before = tl.load(ids + row * ids_stride + tip - 1)
-        token = tl.where(goes, best.to(tl.int64), before)
-        column = tip + goes.to(tl.int64) - 1
+            tl.store(flag + row, goes_on)
+        tl.store(ids + row * ids_stride + next_column, best.to(tl.int64), mask=goes_on)
+        tl.store(count + row, tl.load(count + row) + goes_on.to(tl.int64))
+        before = tl.load(ids + row * ids_stride + next_column - 1)
+        token = tl.where(goes_on, best.to(tl.int64), before)
+        column = next_column + goes_on.to(tl.int64) - 1
         tl.store(end + row, column + 1)
         slot = column
         more = column >= 0
     else:
         entry = (row * most + branch - 1) * depth + step
-        tl.store(side_confidence + entry, sure)
+        tl.store(side_confidence + entry, top)
         out = side_scores + entry * vocabulary
         token = best.to(tl.int64)
         tl.store(side_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)

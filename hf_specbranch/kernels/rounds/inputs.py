@@ -1,4 +1,4 @@
-"""The inputs of forwards: tokens, slots, positions, and what each token sees."""
+"""The inputs of a forward: tokens, slots, positions, and the slots that each token sees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ..backend import Value, constexpr, power_of_two, tl, varying
 from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, load_round_result, load_text_length
 
-MOST = 4096  # slots looked at, at a time
+MOST = 4096  # slots per block
 
 
 def _block(inputs: ForwardInputs) -> int:
@@ -15,14 +15,16 @@ def _block(inputs: ForwardInputs) -> int:
 
 
 def pending_inputs(pending: PendingBuffers, positions: Tensor, seen: Tensor, inputs: ForwardInputs) -> None:
-    """The last tokens of each row's line, as many as there are tips.
+    """Write the last tokens of each pending draft as forward inputs, as many as `inputs` has room for.
 
     Args:
+        pending: the pending draft.
         positions: [B, C] by column.
         seen: [B, C] bool: False where the prompt is padded.
+        inputs: receives Q tokens per row.
     """
     rows, queries, shown = inputs.visible.shape
-    _read_on_kernel[(rows, queries)](
+    _pending_inputs_kernel[(rows, queries)](
         pending.ids, pending.end, positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0),
         BLOCK=_block(inputs), num_warps=4,
     )  # fmt: skip
@@ -30,7 +32,7 @@ def pending_inputs(pending: PendingBuffers, positions: Tensor, seen: Tensor, inp
 
 def open_branches(
     pending: PendingBuffers,
-    side_branches: SideBranchBuffers,
+    side: SideBranchBuffers,
     point: Tensor,
     tokens: Tensor,
     at: Tensor,
@@ -38,19 +40,25 @@ def open_branches(
     seen: Tensor,
     inputs: ForwardInputs,
 ) -> None:
-    """The last token of the main branch, then the first of each sibling; siblings take their places.
+    """Open the side branches, and write the first forward inputs of all branches.
+
+    The inputs are the last token of the main branch and the first token of each side branch.
 
     Args:
+        pending: the pending draft, which ends with the main branch.
+        side: receives the branch point, and the column and first token of each side branch.
         point: [B] the branch point's column.
-        tokens: [B, 1 + W] first tokens, the main branch's first.
-        at: [B, 1 + W] the chain position of each; NONE: it is not open, and counts from the branch point.
+        tokens: [B, 1 + W] the token each branch starts with, the main branch first.
+        at: [B, 1 + W] how many draft tokens are before it; NONE: it is not open, and starts at the branch point.
+        positions: [B, C] by column.
+        seen: [B, C] bool: False where the prompt is padded.
+        inputs: receives 1 + W tokens per row.
     """
     rows, queries, shown = inputs.visible.shape
-    _open_kernel[(rows, queries)](
-        pending.ids, pending.start, pending.end, point, tokens, at, side_branches.point, side_branches.forks,
-        side_branches.tokens,
-        side_branches.slots, positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0),
-        tokens.stride(0), side_branches.depth, BLOCK=_block(inputs), num_warps=4,
+    _open_branches_kernel[(rows, queries)](
+        pending.ids, pending.start, pending.end, point, tokens, at, side.point, side.forks, side.tokens, side.slots,
+        positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0), tokens.stride(0), side.depth,
+        BLOCK=_block(inputs), num_warps=4,
     )  # fmt: skip
 
 
@@ -65,21 +73,22 @@ def verify_inputs(
     base: int,
     inputs: ForwardInputs,
 ) -> None:
-    """What the target reads: the last token and the chain; with runners-up also the token before, and these.
+    """Write what the target reads: the last token and the draft; with leaves also the token before, and these.
 
     Args:
         ids: [B, C] the text.
         round_result: [7, B] packed; see `RoundResult` in `decoding.state`.
-        chain: [B, N].
-        leaves: runners-up [B, W] and their chain positions, or None.
+        draft_tokens: [B, N].
+        leaves: tree leaves [B, W] and the draft positions [B, W] they are alternatives for, or None.
         first_position: [B, 1] the position of slot 0.
-        last: [1] positions end here.
-        seen: [B, slots] bool.
+        last: [1] the last slot that counts for positions.
+        seen: [B, slots] bool: False where the prompt is padded.
         base: slots before the text.
+        inputs: receives N + 1 tokens per row, or N + 2 + W with leaves.
     """
     rows, queries, shown = inputs.visible.shape
     tokens, at = leaves or (draft_tokens, draft_tokens)
-    _with_chain_kernel[(rows, queries)](
+    _verify_inputs_kernel[(rows, queries)](
         ids, round_result, draft_tokens, tokens, at, first_position, last, seen, *inputs, queries, shown, ids.stride(0),
         round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0), seen.stride(0), base,
         LEAVES=leaves is not None, BLOCK=_block(inputs), num_warps=4,
@@ -87,10 +96,10 @@ def verify_inputs(
 
 
 @varying("queries", "shown", "ids_stride", "seen_stride")
-def _read_on_kernel(
+def _pending_inputs_kernel(
     ids: Value, end: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
-    input_positions: Value,
-    visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value, BLOCK: constexpr,
+    input_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
+    BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.maximum(tl.load(end + row) - queries + query, 0)
@@ -105,28 +114,28 @@ def _read_on_kernel(
 
 
 @varying("queries", "shown", "ids_stride", "seen_stride", "tokens_stride", "depth")
-def _open_kernel(
-    ids: Value, start: Value, end: Value, point: Value, tokens: Value, at: Value, sibling_point: Value, forks: Value,
+def _open_branches_kernel(
+    ids: Value, start: Value, end: Value, point: Value, tokens: Value, at: Value, side_point: Value, forks: Value,
     side_tokens: Value, side_slots: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
     input_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
     tokens_stride: Value, depth: Value, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
-    branching = tl.load(point + row)
+    branch_point = tl.load(point + row)
     if query == 0:
         column = tl.load(end + row) - 1
         slot = column
         token = tl.load(ids + row * ids_stride + column)
-        tl.store(sibling_point + row, branching)
+        tl.store(side_point + row, branch_point)
     else:
         where = tl.load(at + row * tokens_stride + query)
-        column = tl.where(where < 0, branching, tl.load(start + row) + where)
-        slot = branching + tl.load(side_slots + (query - 1) * depth)
+        column = tl.where(where < 0, branch_point, tl.load(start + row) + where)
+        slot = branch_point + tl.load(side_slots + (query - 1) * depth)
         token = tl.load(tokens + row * tokens_stride + query)
-        sibling = row * (queries - 1) + query - 1
-        tl.store(forks + sibling, column)
-        tl.store(side_tokens + sibling * (depth + 1), token)
+        branch = row * (queries - 1) + query - 1
+        tl.store(forks + branch, column)
+        tl.store(side_tokens + branch * (depth + 1), token)
     tl.store(input_tokens + place, token)
     tl.store(input_slots + place, slot)
     tl.store(input_positions + place, tl.load(positions + row * seen_stride + column))
@@ -136,43 +145,43 @@ def _open_kernel(
         tl.store(visible + place * shown + other, (real & (other < column)) | (other == slot), mask=other < shown)
 
 
-@varying("queries", "shown", "ids_stride", "result_stride", "length", "chain_stride", "leaves_stride", "seen_stride",
+@varying("queries", "shown", "ids_stride", "result_stride", "length", "draft_stride", "leaves_stride", "seen_stride",
          "base")  # fmt: skip
-def _with_chain_kernel(
+def _verify_inputs_kernel(
     ids: Value, round_result: Value, draft_tokens: Value, leaf_tokens: Value, leaf_at: Value, first_position: Value,
-    last: Value,
-    seen: Value, input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value, queries: Value,
-    shown: Value, ids_stride: Value, result_stride: Value, length: Value, chain_stride: Value, leaves_stride: Value,
-    seen_stride: Value, base: Value, LEAVES: constexpr, BLOCK: constexpr,
+    last: Value, seen: Value, input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value,
+    queries: Value, shown: Value, ids_stride: Value, result_stride: Value, length: Value, draft_stride: Value,
+    leaves_stride: Value, seen_stride: Value, base: Value, LEAVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
     final = load_text_length(round_result, row, result_stride) - 1  # the column of the last token
     ids += row * ids_stride
     if LEAVES:
-        nth = query - 1  # from the last token on
+        nth = query - 1  # 0 is the last token
     else:
         nth = query
     _, _, _, _, continuation, _ = load_round_result(round_result, row, result_stride)
     skipped = (continuation >= 0).to(tl.int64)
     column = final + tl.where(nth < 0, -skipped, nth)
     token = tl.load(ids + column, mask=nth <= 0, other=0)
-    drafted = tl.load(draft_tokens + row * chain_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)
+    drafted = tl.load(draft_tokens + row * draft_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)
     token = tl.where(nth <= 0, token, drafted)
     slot = column + base
-    stands = slot
-    reaches = slot
+    placed_at = slot
+    sees_up_to = slot
     if LEAVES:
         if nth > length:
             leaf = row * leaves_stride + nth - length - 1
             token = tl.load(leaf_tokens + leaf)
-            stands = final + base + 1 + tl.maximum(tl.load(leaf_at + leaf), 0)
-            reaches = stands - 1
+            # A leaf has the position of the draft token that it replaces, and a slot after the draft.
+            placed_at = final + base + 1 + tl.maximum(tl.load(leaf_at + leaf), 0)
+            sees_up_to = placed_at - 1
     tl.store(input_tokens + place, token)
     tl.store(input_slots + place, slot)
-    position = tl.minimum(stands, tl.load(last)) + tl.load(first_position + row)
+    position = tl.minimum(placed_at, tl.load(last)) + tl.load(first_position + row)
     tl.store(input_positions + place, tl.maximum(position, 0))
     for first in range(0, shown, BLOCK):
         other = first + tl.arange(0, BLOCK)
         real = tl.load(seen + row * seen_stride + other, mask=other < shown, other=0).to(tl.int1)
-        tl.store(visible + place * shown + other, real & ((other <= reaches) | (other == slot)), mask=other < shown)
+        tl.store(visible + place * shown + other, real & ((other <= sees_up_to) | (other == slot)), mask=other < shown)

@@ -10,19 +10,20 @@ from torch import Tensor
 from ..backend import Value, jit, power_of_two, tl
 from ..parallel_build import room as index_memory
 
-LARGEST_BLOCK = 8192  # of a vocabulary, at a time
+LARGEST_BLOCK = 8192  # tokens of a distribution per block
+FEW = 32  # the shortest block of positions, so that one build serves drafts of any usual length
 
 
 class PendingBuffers(NamedTuple):
-    """A `PendingDraft`: drafted tokens behind the text, and rings of what the draft knew about each."""
+    """The tensors of a `PendingDraft`. Confidence and scores are rings of R entries, addressed by column."""
 
-    ids: Tensor  # [B, C + 1]; the last column is read by nobody
-    start: Tensor  # [B]
-    end: Tensor  # [B]
-    cached: Tensor  # [B]
-    next: Tensor  # [B]
-    confidence: Tensor  # [B, R + 1]
-    scores: Tensor  # [B, R + 1, V]
+    ids: Tensor  # [B, C + 1] the text and the drafted tokens; the last column is scratch
+    start: Tensor  # [B] the first column that is not committed
+    end: Tensor  # [B] the column after the last drafted token
+    cached: Tensor  # [B] columns whose keys and values the draft has
+    next: Tensor  # [B] the token for column `end`, where `cached == end`
+    confidence: Tensor  # [B, R + 1] the draft's largest probability; the last entry is scratch
+    scores: Tensor  # [B, R + 1, V] the draft's distributions; the last entry is scratch
 
     @property
     def rows(self) -> int:
@@ -38,19 +39,19 @@ class PendingBuffers(NamedTuple):
 
     @property
     def block(self) -> int:
-        """How much of a distribution a program looks at, at a time."""
+        """Return how many tokens of a distribution a program reads per block."""
         return min(LARGEST_BLOCK, power_of_two(self.vocabulary))
 
 
 class SideBranchBuffers(NamedTuple):
-    """`SideBranches`: W branches beside the main one, `depth` tokens behind their first."""
+    """The tensors of `SideBranches`: W of them, each a first token and `depth` tokens after it."""
 
-    point: Tensor  # [B, 1]
-    forks: Tensor  # [B, W]
+    point: Tensor  # [B, 1] the branch point's column
+    forks: Tensor  # [B, W] the column of each one's first token
     tokens: Tensor  # [B, W, depth + 1]
     confidence: Tensor  # [B, W, depth]
     scores: Tensor  # [B, W, depth, V]
-    slots: Tensor  # [W, depth] behind the branch point
+    slots: Tensor  # [W, depth] where their keys and values are, counted from the branch point
 
     @property
     def most(self) -> int:
@@ -62,19 +63,16 @@ class SideBranchBuffers(NamedTuple):
 
 
 class ForwardInputs(NamedTuple):
-    """What a forward reads."""
+    """The inputs of a forward."""
 
     tokens: Tensor  # [B, Q]
-    slots: Tensor  # [B, Q]
+    slots: Tensor  # [B, Q] where their keys and values go
     positions: Tensor  # [B, Q]
-    visible: Tensor  # [B, Q, S]
-
-
-FEW = 32  # blocks of positions are no shorter, so that one kernel serves chains of any usual length
+    visible: Tensor  # [B, Q, S] bool: the slots that each token sees
 
 
 def warps(block: int) -> int:
-    """Threads enough for a block of numbers."""
+    """Return how many warps a program with such a block takes."""
     return min(16, max(1, block // 256))
 
 

@@ -1,4 +1,8 @@
-"""The verdict on a round: `accept_choices`, `continue_leaf`, what they add to the text, and the report on it."""
+"""The verify result of a round, from the target's choices: which draft tokens are accepted, and which branch survives.
+
+This is `accept_choices` and `continue_leaf` of `decoding.acceptance` in one kernel. It also writes the accepted tokens
+to the text, and what the result means for it.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,22 @@ def verify_draft(
     verify_result: Tensor,
     where: Tensor,
 ) -> None:
-    """Judge a chain, write what is allowed behind the text, and report.
+    """Verify draft tokens, write what is accepted after the text, and write the verify result and the round result.
 
     Args:
-        choices: [B, N + 1 + W] the target's tokens at the chain positions, at the branch point, behind runners-up; -2
-            (`NO_TOKEN`) is reported, but never written to the text.
-        chain: its tokens [B, N] and lengths [B].
-        branches: the tokens [B, K] that branches start with, and their positions.
-        following: [B, K] the token behind each branch's first, if runners-up may skip to it.
-        leaves: the runners-up [B, W] and their positions, if any.
-        drafted: [B, 6] goes into the report as it is.
+        choices: [B, N + 1 + W] the target's tokens at the draft positions, at the branch point and after each leaf. -2
+            (`NO_TOKEN`) goes into the verify result, but not into the text.
+        draft_tokens: the draft tokens [B, N] and their number [B].
+        branches: the tokens [B, K] that branches start with, and their draft positions [B, K].
+        following: [B, K] the second token of each branch, if a leaf continuation may skip to it.
+        leaves: the tree leaves [B, W] and their draft positions [B, W], if any.
+        drafted: [B, 6] the fields of `Drafted`, copied to the verify result.
         ids: [B, C] the text, written to.
-        told: [7, B] what the last verdict meant, and the text's length; becomes what this one means, as if nothing but
-            its longest length ended a text.
+        round_result: [7, B] packed; see `RoundResult` in `decoding.state`. It holds the last round's and receives this
+            one's, for a text that only its longest length ends.
         limit: [1] the longest length.
-        report: [B, 10 + N]; see `VerifyResult`.
-        where: [B] the query whose logits the last token was chosen from.
+        verify_result: [B, 10 + N] receives the fields of `VerifyResult` in `decoding.state`.
+        where: [B] receives the query whose logits the last token was chosen from.
     """
     rows, count = draft_tokens[0].shape
     tokens, at = leaves or branches
@@ -44,32 +48,33 @@ def verify_draft(
     _verify_kernel[(rows,)](
         choices, *draft_tokens, *branches, branches[0] if following is None else following, tokens, at, drafted, ids,
         round_result, limit, verify_result, where, round_result.stride(0), choices.shape[1], count,
-        draft_tokens[0].stride(0), branches[0].shape[1],
-        branches[0].stride(0), tokens.shape[1], tokens.stride(0), ids.stride(0), verify_result.shape[1],
+        draft_tokens[0].stride(0), branches[0].shape[1], branches[0].stride(0), tokens.shape[1], tokens.stride(0),
+        ids.stride(0), verify_result.shape[1],
         FOLLOWING=following is not None, LEAVES=leaves is not None, BLOCK=size, num_warps=1,
     )  # fmt: skip
 
 
-@varying("result_stride", "choices_stride", "count", "chain_stride", "branch_count", "branch_stride", "leaf_count",
-         "leaf_stride", "ids_stride", "report_stride")  # fmt: skip
+@varying("result_stride", "choices_stride", "count", "draft_stride", "branch_count", "branch_stride", "leaf_count",
+         "leaf_stride", "ids_stride", "verify_stride")  # fmt: skip
 def _verify_kernel(
     choices: Value, draft_tokens: Value, sent_length: Value, branch_tokens: Value, branch_at: Value, following: Value,
     leaf_tokens: Value, leaf_at: Value, drafted: Value, ids: Value, round_result: Value, limit: Value,
-    verify_result: Value,
-    where: Value, result_stride: Value, choices_stride: Value, count: Value, chain_stride: Value, branch_count: Value,
-    branch_stride: Value, leaf_count: Value, leaf_stride: Value, ids_stride: Value, report_stride: Value,
+    verify_result: Value, where: Value, result_stride: Value, choices_stride: Value, count: Value, draft_stride: Value,
+    branch_count: Value, branch_stride: Value, leaf_count: Value, leaf_stride: Value, ids_stride: Value,
+    verify_stride: Value,
     FOLLOWING: constexpr, LEAVES: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     nth = tl.arange(0, BLOCK)
     choices += row * choices_stride
-    verify_result += row * report_stride
-    mine = tl.load(draft_tokens + row * chain_stride + nth, mask=nth < count, other=-1)
-    theirs = tl.load(choices + nth, mask=nth < count, other=-2)
+    verify_result += row * verify_stride
+    tokens = tl.load(draft_tokens + row * draft_stride + nth, mask=nth < count, other=-1)
+    chosen = tl.load(choices + nth, mask=nth < count, other=-2)
     length = tl.minimum(tl.load(sent_length + row), count)
-    wrong = (mine != theirs) & (nth < length)
-    accepted = tl.min(tl.where(wrong, nth.to(tl.int64), length), 0)
-    token = tl.load(choices + accepted)
+    # The first draft token that differs from the target's choice ends the acceptance.
+    differs = (tokens != chosen) & (nth < length)
+    accepted = tl.min(tl.where(differs, nth.to(tl.int64), length), 0)
+    token = tl.load(choices + accepted)  # the target's own
 
     first = tl.load(branch_tokens + row * branch_stride + nth, mask=nth < branch_count, other=-1)
     place = tl.load(branch_at + row * branch_stride + nth, mask=nth < branch_count, other=-1)
@@ -93,21 +98,22 @@ def _verify_kernel(
 
     before = load_text_length(round_result, row, result_stride)
     ids += row * ids_stride + before
-    tl.store(ids + nth, mine, mask=nth < accepted)
-    known = tl.maximum(token, 0)
-    tl.store(ids + accepted, known)
+    tl.store(ids + nth, tokens, mask=nth < accepted)
+    valid_token = tl.maximum(token, 0)
+    tl.store(ids + accepted, valid_token)
     tl.store(ids + accepted + 1, continuation, mask=continuation >= 0)
     tl.store(verify_result, accepted)
     tl.store(verify_result + 1, token)
     tl.store(verify_result + 2, survivor)
     tl.store(verify_result + 3, continuation)
     tl.store(verify_result + 4 + nth, tl.load(drafted + row * 6 + nth, mask=nth < 6), mask=nth < 6)
-    tl.store(verify_result + 10 + nth, mine, mask=nth < count)
+    tl.store(verify_result + 10 + nth, tokens, mask=nth < count)
     tl.store(where + row, chosen_at)
 
-    most = tl.load(limit)
-    committed = tl.minimum(accepted + 1 + (continuation >= 0).to(tl.int64), most - before)
+    longest = tl.load(limit)
+    committed = tl.minimum(accepted + 1 + (continuation >= 0).to(tl.int64), longest - before)
     length = before + committed
+    finished = length >= longest
     store_round_result(
-        round_result, row, result_stride, committed, accepted, known, survivor, continuation, length >= most, length
+        round_result, row, result_stride, committed, accepted, valid_token, survivor, continuation, finished, length
     )
