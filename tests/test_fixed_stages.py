@@ -7,7 +7,7 @@ from transformers import LogitsProcessor
 from hf_specbranch import SpeculationHook, load_demo_pair
 from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.static_scoring import has_static_form
+from hf_specbranch.decoding.scoring import has_static_form
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.host_copies import HostCopies
 from hf_specbranch.runtime.mask_probe import mask_maker_for

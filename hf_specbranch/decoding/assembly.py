@@ -35,9 +35,8 @@ from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .pending_draft import PendingDraft
 from .policies import POLICIES, Policy
-from .scoring import can_guide, is_opaque
+from .scoring import can_guide, has_static_form, is_opaque, signature
 from .side_branches import SideBranches
-from .static_scoring import has_static_form, signature
 from .target import Target
 from .text import Text
 from .torch_draft_ops import DraftOps, TorchDraftOps

@@ -1,7 +1,7 @@
-"""In which order a cache of transformers shows its tokens to the attention.
+"""The order in which a cache of transformers returns its keys, for the columns of attention outputs.
 
-Attentions have one column per key. In plain `generate()` these are the keys that the cache hands out: a sliding layer
-hands out its window, a static one all the room that it has. Ours hands out every slot from the first on.
+Attentions have one column per key. In plain `generate()` these are the keys that the cache returns: a sliding layer
+returns its window, a static one its whole capacity. Our cache returns every slot from the first on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWind
 def in_order_of(
     past: Cache, config: Any, passes: Sequence[tuple[Tensor, ...]], attention: Tensor
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """Attentions with the columns that they have in plain `generate()`.
+    """Return attentions with the columns that they have in plain `generate()`.
 
     Args:
         past: the cache that plain `generate()` would use, before anything is added to it.
@@ -47,9 +47,9 @@ def in_order_of(
 
 
 def _layer_for(index: int, past: Cache, config: Any) -> Any:
-    """An empty twin of the cache layer that a layer of the model reads, in which keys say whose they are."""
+    """Return a copy of the cache layer that a layer of the model reads, in which each key is its slot's number."""
     types = getattr(config, "layer_types", None)
-    if index >= len(past.layers) and past.layers and types is not None:  # it shares the keys of an earlier one
+    if index >= len(past.layers) and past.layers and types is not None:  # it shares the keys of an earlier layer
         index = max((i for i in range(len(past.layers)) if types[i] == types[index]), default=index)
     layer: Any = past.layers[index] if index < len(past.layers) else None
     if type(layer) not in KNOWN:
@@ -68,7 +68,7 @@ def _layer_for(index: int, past: Cache, config: Any) -> Any:
 
 
 def _columns(layers: list[Any], seen: int, slots: int) -> Iterator[Tensor]:
-    """[S] for each layer: the slot of each key, counted from 1, when slots `seen` to `slots` are added."""
+    """Yield for each layer [S] the slot of each key, counted from 1, when slots `seen` to `slots` are added."""
     states = _as_states(torch.arange(seen, slots) + 1)
     for layer in layers:
         yield layer.update(states, states.clone())[0].flatten()

@@ -1,4 +1,4 @@
-"""The draft model as the drafter uses it: columns in, distributions over the target's vocabulary out."""
+"""The draft model: it maps columns of the text to distributions over the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
-from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, can_guide
-from .static_scoring import StaticScorer
+from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScorer, can_guide
 
 
 class DraftModel:
     """Runs the draft on columns of the text and applies the user's processors to its logits.
 
     Args:
-        desk: where the memory comes from.
+        buffers: where the memory comes from.
         runner: the model and its cache.
         attention: [B, P] bool, False where the prompt is padded.
         vocabulary: size of the target's vocabulary, which drafted tokens must fit.
         processors: the user's logits processors.
         capacity: the most columns the text can reach.
         stats: where to count forwards.
-        ends: the end-of-sequence tokens, after which no processor is called.
+        ends: the end-of-sequence tokens, after which no stateful processor is called.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class DraftModel:
         self.seen = buffers.tensor("draft.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :length] = attention
         self.slots = torch.arange(capacity, out=buffers.tensor("draft.slots", (capacity,)))
-        # Positions past the draft's context are held at its end: drafts there are weak, but must not fail.
+        # Positions past the draft's context are clamped to its end: drafts there are weak, but must not fail.
         last = None if runner.position_limit is None else runner.position_limit - 1
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
@@ -69,7 +68,7 @@ class DraftModel:
             prefill_captured(self.runner, self.own_tokens(tokens), self.positions)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
-        if self.guide is not None:  # it must see every prefix, this one too
+        if self.guide is not None:  # the guide must see every prefix, the prompt included
             self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
@@ -83,11 +82,11 @@ class DraftModel:
         return self.runner.forward(tokens, inputs.positions, inputs.slots, inputs.visible).logits
 
     def text_up_to(self, columns: Tensor, shown: int) -> Tensor:
-        """[B, Q, shown]: what a token in column `c` of the pending draft sees: all columns up to its own."""
+        """Return the mask [B, Q, shown] of tokens in these columns [B, Q]: they see all columns up to their own."""
         return (self.slots[:shown] <= columns[:, :, None]) & self.seen[:, None, :shown]
 
     def distribution(self, logits: Tensor, prefixes: Callable[[], Prefixes], guides: list[Guide]) -> Tensor:
-        """Probabilities [B, n, V] over the target's vocabulary, after the processors.
+        """Return probabilities [B, n, V] over the target's vocabulary, after the processors.
 
         Args:
             logits: [B, n, V'] from the model.
@@ -102,22 +101,22 @@ class DraftModel:
         return torch.stack(scored, dim=1).softmax(-1)
 
     def scores(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
-        """[B, n, V] over the target's vocabulary, after the processors."""
+        """Return scores [B, n, V] over the target's vocabulary, after the processors."""
         return self.score(fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary), prefixes)
 
     def next_distribution(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
-        """[B, V] after each row's last column, given logits [B, Q, V] for its last `Q` columns."""
+        """Return distributions [B, V] after each row's last column, given logits [B, Q, V] for its last `Q` columns."""
         if self.guide is None:
             return self.distribution(logits[:, -1:], lambda: Prefixes(ids[:, None], end[:, None]), [])[:, 0]
         for j in range(logits.shape[1]):
             length = int(end[0]) - logits.shape[1] + 1 + j
-            if length == self.guide.seen:  # earlier prefixes it knows already
+            if length == self.guide.seen:  # it has seen the earlier prefixes
                 prefix = Prefixes(ids[:, None], end.new_full((1, 1), length))
                 q = self.distribution(logits[:, j : j + 1], lambda prefix=prefix: prefix, [self.guide])  # type: ignore[misc]
         return q[:, 0]
 
     def own_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens the draft has no embedding for become its last one; that costs acceptance, nothing else."""
+        """Replace tokens that the draft has no embedding for by its last one; that costs only acceptance."""
         return tokens if self.own_vocabulary >= self.vocabulary else tokens.clamp(max=self.own_vocabulary - 1)
 
 

@@ -1,8 +1,8 @@
-"""What else a model is given at every step: token types, cross-attention inputs, arguments of its own.
+"""Further inputs of a model at every step: token types, cross-attention inputs, arguments of its own.
 
-Plain `generate()` hands the arguments it does not know to every pass, extends those that have a value per token, and
-leaves it to the model (`prepare_inputs_for_generation`) to change any of that. So the model is asked what it would be
-given for the first new tokens.
+Plain `generate()` passes the arguments it does not know to every forward, extends those that have a value per token,
+and lets the model (`prepare_inputs_for_generation`) change any of that. So we call the model's own preparation for the
+first new tokens, and see what it returns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
-# What transformers gives a forward over tokens alone.
+# What transformers passes to a forward over tokens alone.
 USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-# What else the target's passes have of their own, or do not need.
+# Also set by our own passes, or not needed there.
 OURS = USUAL_INPUTS | {
     "input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict", "cache_position",
     "next_sequence_length",
@@ -38,12 +38,12 @@ class ModelInputs(NamedTuple):
         return [*self.constant, *self.per_token]
 
     def of(self, queries: int) -> dict[str, Any]:
-        """The arguments of a pass over so many new tokens."""
+        """Return the arguments of a pass over this many new tokens."""
         return self.constant | {name: value.expand(-1, queries) for name, value in self.per_token.items()}
 
 
 def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> ModelInputs:
-    """Find out what plain `generate()` would pass on.
+    """Return what plain `generate()` would pass to the target after the prompt.
 
     Args:
         model: the target.
@@ -51,7 +51,7 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
         model_kwargs: as transformers has prepared them for the prompt.
 
     Raises:
-        ValueError: an argument changes from token to token in a way that cannot be foreseen for drafted tokens.
+        ValueError: an argument changes from token to token in a way that cannot be predicted for drafted tokens.
     """
     given = {name for name, value in model_kwargs.items() if value is not None} - OURS
     if not given and all(getattr(type(model), name) is getattr(GenerationMixin, name) for name in PREPARATION):
@@ -62,7 +62,7 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
         positions, *_ = (inputs.pop("position_ids", None) for inputs in (one, two, later))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{type(model).__name__} prepares its inputs in a way that cannot be foreseen for drafted tokens: pass "
+            f"{type(model).__name__} prepares its inputs in a way that cannot be predicted for drafted tokens: pass "
             f"specbranch=False"
         ) from error
     constant, per_token = {}, {}
@@ -83,16 +83,16 @@ def inputs_after_prompt(model: PreTrainedModel, input_ids: Tensor, model_kwargs:
 
 
 class Reread(NamedTuple):
-    """Where plain `generate()` gives up its cache."""
+    """Where plain `generate()` drops its cache."""
 
-    at: int  # the length of the text
-    whole: bool  # it reads the whole text again; otherwise it goes on without it (Phi-3 in transformers before 5.18)
+    at: int  # the length of the text there
+    whole: bool  # it reads the whole text again; otherwise it continues without it (Phi-3, transformers before 5.18)
 
 
 def reread_of(model: PreTrainedModel) -> Reread | None:
-    """Whether plain `generate()` gives up its cache at some length, found by asking for the inputs of that step.
+    """Return where plain `generate()` drops its cache, if it does: the inputs prepared for that step show it.
 
-    Phi-3 does so where its rotary embedding changes from short to long texts.
+    Phi-3 drops it where its rotary embedding changes from short to long texts.
     """
     limit = getattr(model.config, "original_max_position_embeddings", None)
     own_way = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -108,9 +108,7 @@ def reread_of(model: PreTrainedModel) -> Reread | None:
 
 
 def _prepared(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], new: int, queries: int) -> dict[str, Any]:
-    """What is not ours of the arguments for the last `queries` tokens, once `new` tokens stand after the prompt, and
-    their positions.
-    """
+    """Return the model's own arguments, and the positions, for the last `queries` of `new` tokens after the prompt."""
     kwargs = {**model_kwargs, "past_key_values": DynamicCache()}
     ids = input_ids
     for _ in range(new):
@@ -122,7 +120,7 @@ def _prepared(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], new: 
 
 
 def _is_for_one_token(value: Any, for_two: Any, given: Any) -> bool:
-    """Whether [B, 1] is a value per token: there are two for two tokens, or many for the prompt."""
+    """Return whether a value [B, 1] is one per token: there are two for two tokens, or many for the prompt."""
     if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] != 1:
         return False
     others = (other for other in (for_two, given) if isinstance(other, Tensor) and other.ndim == 2)

@@ -1,4 +1,4 @@
-"""What `generate(return_dict_in_generate=True)` hands out beside the tokens, one entry a token."""
+"""The further outputs of `generate(return_dict_in_generate=True)`: scores, logits, states; one entry per token."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ Layers = tuple[Tensor, ...]
 
 
 class Recorder:
-    """Cuts the outputs of target passes into the pieces that belong to each committed token.
+    """Collects the outputs of target passes that belong to each committed token.
 
-    Every entry covers the whole batch: rows that have ended go on with what the target says after padding, as in plain
-    `generate()`.
+    Every entry covers the whole batch: rows that have ended continue with the target's outputs after padding, as in
+    plain `generate()`.
+
+    Args:
+        config: says which outputs the caller wants.
+        rows: rows of the batch.
+        filled: slots that the prompt takes.
     """
 
     def __init__(self, config: GenerationConfig, rows: int, filled: int) -> None:
@@ -30,7 +35,7 @@ class Recorder:
         self.keeps_logits = wanted and bool(config.output_logits)
         self.keeps_hidden = wanted and bool(config.output_hidden_states)
         self.keeps_attentions = wanted and bool(config.output_attentions)
-        self.filled = filled  # slots the prompt takes
+        self.filled = filled
         self.scores: list[list[Tensor]] = [[] for _ in range(rows)]  # [row][token]: [V]
         self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
         self.hidden: list[list[Layers]] = [[] for _ in range(rows)]  # [row][token][layer]: [..., 1, H]
@@ -38,7 +43,11 @@ class Recorder:
         self.prompt: Step | None = None
 
     def scores_so_far(self, scores: Tensor | None) -> ScoresSoFar | None:
-        """What stopping criteria see after `n` tokens of this round, as long as all rows are equally long."""
+        """Return the scores that stopping criteria see after `n` tokens of this round; None if row lengths differ.
+
+        Args:
+            scores: [B, Q, V] of this round.
+        """
         if scores is None or not self.keeps_scores or len({len(row) for row in self.scores}) > 1:
             return None
         before = tuple(torch.stack(column) for column in zip(*self.scores))
@@ -49,12 +58,12 @@ class Recorder:
         return not (self.keeps_scores or self.keeps_logits or self.keeps_hidden or self.keeps_attentions)
 
     def add(self, step: Step, scores: Tensor | None, queries: Sequence[range]) -> None:
-        """Keep what belongs to the next tokens of each row.
+        """Record the outputs that belong to the next tokens of each row.
 
         Args:
             step: a pass of the target.
             scores: [B, Q, V] after the processors.
-            queries: which queries of the pass these are, row by row.
+            queries: the queries of the pass that these are, row by row.
         """
         if self.keeps_nothing:
             return
@@ -67,14 +76,14 @@ class Recorder:
                 if self.keeps_logits:
                     self.logits[b].append(step.logits[b, j].to(copy=True, dtype=torch.float32))
                 if self.keeps_hidden and not is_prompt and isinstance(step.hidden_states, tuple):
-                    # Gemma-3n has four streams of hidden states, before the rows.
+                    # Gemma-3n has four streams of hidden states, in a dimension before the rows.
                     self.hidden[b].append(tuple(layer[..., b, j : j + 1, :].clone() for layer in step.hidden_states))
                 if self.keeps_attentions and not is_prompt and step.attentions is not None:
                     seen = self.filled + len(self.attentions[b]) + 1
                     self.attentions[b].append(tuple(layer[b, :, j : j + 1, :seen].clone() for layer in step.attentions))
 
     def outputs(self, past: Cache | None, config: Any, attention: Tensor) -> dict[str, Any]:
-        """Keyword arguments for `GenerateDecoderOnlyOutput`.
+        """Return keyword arguments for `GenerateDecoderOnlyOutput`.
 
         Args:
             past: the cache that plain `generate()` would use, before anything is added to it.
@@ -94,10 +103,10 @@ class Recorder:
 
 
 def _tokens(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """[row][token] pieces to one tensor a token, [B, V]."""
+    """Stack [row][token] tensors to one tensor [B, V] per token."""
     return tuple(torch.stack(column) for column in zip(*rows))
 
 
 def _layers(rows: list[list[Layers]], before: int) -> tuple[Layers, ...]:
-    """[row][token][layer] pieces to [token][layer] tensors, the rows before the last dimensions."""
-    return tuple(tuple(torch.stack(pieces, dim=-1 - before) for pieces in zip(*column)) for column in zip(*rows))
+    """Stack [row][token][layer] tensors to [token][layer] tensors; rows come before the last `before` dimensions."""
+    return tuple(tuple(torch.stack(layer, dim=-1 - before) for layer in zip(*column)) for column in zip(*rows))

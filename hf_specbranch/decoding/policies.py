@@ -1,4 +1,4 @@
-"""The four methods, as settings of one loop."""
+"""The policies: four methods, as settings of one loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ class Policy:
     """What a method does in a round.
 
     Attributes:
-        drafts: there is a draft model at all.
-        drafts_first: draft a chain before the target's pass whenever no drafted line is left.
-        drafts_ahead: draft past the chain while the target verifies it.
-        forks: open branches at the branch point, and let hooks cut a surviving line.
+        name: as in `SpecBranchConfig.policy`.
+        drafts: there is a draft model.
+        drafts_first: where nothing is pending, draft up to gamma tokens before the target's pass.
+        drafts_ahead: draft past the sent tokens while the target verifies them.
+        forks: open branches at the branch point, and let hooks cut a draft that survived the last round.
     """
 
     name: str
@@ -23,9 +24,9 @@ class Policy:
     forks: bool = False
 
     def depth(self, gamma: int) -> int:
-        """How many tokens to draft behind the token at the branch point.
+        """Return how many tokens to draft after the token at the branch point.
 
-        PEARL drafts gamma tokens ahead, the branch point's among them; a branch is gamma tokens further.
+        PEARL drafts gamma tokens ahead, including the one at the branch point. A branch has gamma tokens after it.
         """
         return gamma if self.forks else gamma - 1
 
@@ -39,4 +40,4 @@ POLICIES = {
         Policy("specbranch", drafts_ahead=True, forks=True),
     )
 }
-POLICIES["auto"] = POLICIES["specbranch"]  # what is asked of a call before anything is chosen: all that there is
+POLICIES["auto"] = POLICIES["specbranch"]  # validated as the policy that needs most, before a plan is chosen

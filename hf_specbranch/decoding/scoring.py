@@ -1,23 +1,28 @@
-"""Applying the user's logits processors to many positions at once, without showing them anything untrue.
+"""The user's logits processors, applied to many positions at once, each with the text that plain `generate()` shows it.
 
-Three kinds of processor:
+There are three kinds of processor:
 
-- *pointwise*: looks at the scores alone (temperature, top-p). Runs once over all positions.
-- *prefix*: looks at one row's text too, and keeps no state (repetition penalty). Runs at any position, in any
-  order, on the target's scores and on the draft's.
-- *opaque*: everything else: a user's own class, or one with state. It is called on the target's scores alone,
-  for exactly the prefixes that plain `generate()` would show it, in order. If it has `fork()` (an independent
-  copy in the same state) and `rollback(n)` (undo the last `n` calls), a fork of it guides the draft as well.
+- *pointwise*: reads the scores alone (temperature, top-p). It runs once over all positions.
+- *prefix*: also reads one row's text, and keeps no state (repetition penalty). It runs at any position, in any order,
+  on the target's scores and on the draft's.
+- *opaque*: everything else, that is, a user's own class, or one with state. It is called on the target's scores alone,
+  in order, for exactly the prefixes that plain `generate()` would show it. If it has `fork()` (an independent copy in
+  the same state) and `rollback(n)` (undo the last `n` calls), a fork of it guides the draft as well.
+
+Some pointwise and prefix processors also have a *static form*, which a captured stage may contain: static shapes, and
+no device synchronisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
+
+from ..runtime.static_buffers import Buffers
 
 POINTWISE = (
     lp.TemperatureLogitsWarper,
@@ -45,6 +50,11 @@ PREFIX = (
     lp.SuppressTokensAtBeginLogitsProcessor,
 )
 
+# With a static form: what they read.
+BY_SCORES = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
+BY_LENGTH = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
+BY_TOKENS = (lp.RepetitionPenaltyLogitsProcessor,)
+
 Processor = Any  # a transformers LogitsProcessor: (input_ids [B, L], scores [B, V]) -> scores [B, V]
 
 
@@ -55,7 +65,7 @@ class Prefixes(NamedTuple):
     length: Tensor  # [B, n]
 
     def exact(self) -> list[list[Tensor]]:
-        """`[b][j]`: the text [1, L] before position `j` of row `b`; asks the device for the lengths."""
+        """Return `[b][j]`: the text [1, L] before position `j` of row `b`. Here the host waits for the lengths."""
         lengths = self.length.tolist()
         return [[self.ids[b, j : j + 1, :length] for j, length in enumerate(row)] for b, row in enumerate(lengths)]
 
@@ -67,7 +77,11 @@ class Scorer(Protocol):
 
 
 class ExactScorer:
-    """Calls each processor with exactly the text it would see in plain `generate()`."""
+    """Calls each processor with exactly the text that it sees in plain `generate()`.
+
+    Args:
+        processors: the user's; opaque ones are left out.
+    """
 
     def __init__(self, processors: Sequence[Processor]) -> None:
         self.processors = stateless(processors)
@@ -78,27 +92,28 @@ class ExactScorer:
 
 
 def is_opaque(processor: Processor) -> bool:
+    """Return whether a processor may only be called in order, as plain `generate()` does."""
     return type(processor) not in POINTWISE and type(processor) not in PREFIX
 
 
 def can_guide(processor: Processor) -> bool:
-    """Whether an opaque processor offers what it takes to follow drafts."""
+    """Return whether an opaque processor can follow drafts: it has `fork` and `rollback`."""
     offers = (getattr(processor, "fork", None), getattr(processor, "rollback", None))
     return is_opaque(processor) and all(map(callable, offers))
 
 
 def stateless(processors: Sequence[Processor]) -> list[Processor]:
-    """The processors that may be called at any position in any order."""
+    """Return the processors that may be called at any position in any order."""
     return [processor for processor in processors if not is_opaque(processor)]
 
 
 def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]], logits: Tensor) -> Tensor:
-    """Apply stateless processors at every position of every row.
+    """Return scores [B, Q, V]: stateless processors applied at every position of every row.
 
     Args:
         processors: pointwise and prefix processors.
-        prefixes: `prefixes[b][j]` is the text [1, L] before position `j` of row `b`; may be empty if no
-            processor looks at it.
+        prefixes: `prefixes[b][j]` is the text [1, L] before position `j` of row `b`; may be empty if no processor
+            reads it.
         logits: [B, Q, V] float32; not changed.
     """
     scores = logits
@@ -115,10 +130,72 @@ def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]
     return scores
 
 
-class Guide:
-    """Forks of the user's stateful processors, walking along one drafted line of one sequence.
+def has_static_form(processor: Processor) -> bool:
+    """Return whether `StaticScorer` can apply this processor."""
+    if type(processor) in BY_TOKENS:
+        return not processor.prompt_ignore_length
+    return type(processor) in (*BY_SCORES, *BY_LENGTH)
 
-    Each must see every prefix of its line once and in order, up to the first drafted end-of-sequence token: plain
+
+def signature(processor: Processor) -> Hashable:
+    """Return the settings of a processor that a captured stage depends on."""
+    settings = dict(vars(processor))
+    if type(processor) in BY_LENGTH:  # the length itself is in a static buffer
+        settings = {"eos_token_id": tuple(processor.eos_token_id.tolist())}
+    return type(processor).__name__, tuple(sorted(settings.items()))
+
+
+class StaticScorer:
+    """Returns the same scores as `ExactScorer`, with static shapes.
+
+    Args:
+        processors: each has a static form.
+        buffers: where the memory comes from.
+        name: names the memory, which every scorer has of its own.
+        vocabulary: how many tokens are scored.
+    """
+
+    def __init__(self, processors: Sequence[Processor], buffers: Buffers, name: str, vocabulary: int) -> None:
+        self.processors = list(processors)
+        self.shortest: dict[int, Tensor] = {}  # [1] the text may not end below this length
+        self.ends: dict[int, Tensor] = {}  # [V] bool: the end-of-sequence tokens
+        for index, processor in enumerate(processors):
+            if type(processor) in BY_LENGTH:
+                memory = buffers.tensor(f"{name}.shortest{index}", (1,))
+                self.shortest[index] = memory.fill_(_shortest(processor))
+                self.ends[index] = buffers.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
+                self.ends[index][processor.eos_token_id.to(buffers.device)] = True
+
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
+        scores = logits
+        for index, processor in enumerate(self.processors):
+            if type(processor) in BY_LENGTH:
+                too_short = (prefixes().length < self.shortest[index])[:, :, None]
+                scores = scores.masked_fill(too_short & self.ends[index], float("-inf"))
+            else:
+                flat = scores.reshape(-1, scores.shape[-1])
+                text = _repeated(prefixes()) if type(processor) in BY_TOKENS else flat.new_empty((0, 0))
+                scores = processor(text, flat).view_as(logits)
+        return scores
+
+
+def _repeated(prefixes: Prefixes) -> Tensor:
+    """Return [B * n, C] each prefix, padded with its own first token: the same set of tokens, in a static shape."""
+    columns = torch.arange(prefixes.ids.shape[2], device=prefixes.ids.device)
+    real = columns < prefixes.length[:, :, None]
+    return torch.where(real, prefixes.ids, prefixes.ids[:, :, :1]).flatten(0, 1)
+
+
+def _shortest(processor: Any) -> int:
+    if type(processor) is lp.MinLengthLogitsProcessor:
+        return int(processor.min_length)
+    return int(processor.prompt_length_to_skip + processor.min_new_tokens)
+
+
+class Guide:
+    """Forks of the user's stateful processors, which follow one draft of one row.
+
+    Each must see every prefix of the draft once and in order, up to the first drafted end-of-sequence token: plain
     `generate()` never shows a text that has ended.
 
     Args:
@@ -130,16 +207,16 @@ class Guide:
     def __init__(self, processors: list[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> None:
         self.processors, self.prompt, self.ends = processors, prompt, ends
         self.seen = prompt  # the length of the next prefix
-        self.called = prompt  # of the next that the forks have not seen; shorter once the line has ended
+        self.called = prompt  # the same for the forks; shorter once the draft has ended
 
     @classmethod
     def for_draft(cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> Guide:
-        """Fork the forkable ones; leave out the rest, which must not see drafts."""
+        """Return a guide with forks of the opaque processors that can be forked; the others must not see drafts."""
         usable = [p for p in processors if not is_opaque(p) or can_guide(p)]
         return cls([p.fork() if is_opaque(p) else p for p in usable], prompt, ends)
 
     def score(self, prefix: Tensor, logits: Tensor) -> Tensor:
-        """Scores [1, V] for the token after `prefix` [1, L]; `L` must not skip a length."""
+        """Return scores [1, V] for the token after `prefix` [1, L]; `L` must not skip a length."""
         assert prefix.shape[1] == self.seen, (prefix.shape[1], self.seen)
         ended = self.called < self.seen or (self.seen > self.prompt and int(prefix[0, -1]) in self.ends)
         for processor in self.processors:
@@ -150,6 +227,7 @@ class Guide:
         return logits
 
     def fork(self) -> Guide:
+        """Return an independent guide in the same state."""
         guide = Guide([p.fork() if is_opaque(p) else p for p in self.processors], self.prompt, self.ends)
         guide.seen, guide.called = self.seen, self.called
         return guide

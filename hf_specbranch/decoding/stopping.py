@@ -1,4 +1,4 @@
-"""Where a row ends: the user's stopping criteria, asked after every token as plain `generate()` asks them."""
+"""Where a row ends: the user's stopping criteria, called after every token as in plain `generate()`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as sc
 
-ROWWISE = (sc.StopStringCriteria, sc.MaxTimeCriteria)  # say the same of a row whatever stands beside it
+ROWWISE = (sc.StopStringCriteria, sc.MaxTimeCriteria)  # their answer for a row does not depend on the other rows
 
 
 class Stopper:
-    """Splits the criteria into those the host can answer by itself and those that must be called.
+    """Decides where rows end. Length and end-of-sequence tokens are checked here; other criteria are called.
 
     Args:
         criteria: a `StoppingCriteriaList`.
@@ -36,16 +36,16 @@ class Stopper:
 
     @property
     def needs_rows_in_step(self) -> bool:
-        """Whether some criterion may depend on the whole batch, so that rows must grow together."""
+        """Return whether some criterion may depend on the whole batch, so that rows must grow together."""
         return any(type(criterion) not in ROWWISE for criterion in self.called) or bool(self.called and not self.pads)
 
     def row_ends(self, ids: Tensor, length: int, token: int, scores: Any) -> bool:
-        """Whether a row that has just gained `token` is complete; its text is the first `length` of ids [1, C]."""
+        """Return whether a row that just gained `token` is complete; its text is the first `length` of ids [1, C]."""
         ends = [fired(criterion, ids[:, :length], scores)[0] for criterion in self.called]
         return any(ends) or token in self.eos or length >= self.max_length
 
     def rows_end(self, text: Tensor, tokens: list[int], scores: Any) -> list[bool]:
-        """The same for all rows [B, L] at once."""
+        """Return the same for all rows [B, L] at once."""
         ends = [token in self.eos or text.shape[1] >= self.max_length for token in tokens]
         for criterion in self.called:
             ends = [end or also for end, also in zip(ends, fired(criterion, text, scores))]
@@ -53,9 +53,9 @@ class Stopper:
 
 
 def fired(criterion: Any, text: Tensor, scores: Any) -> list[bool]:
-    """For which rows of text [B, L] a criterion fires.
+    """Return for each row of the text [B, L] whether a criterion fires.
 
-    It may return a tensor of one value per row or a single bool for all rows, as `StoppingCriteriaList` combines them.
+    A criterion may return one value per row or a single bool for all rows, as in `StoppingCriteriaList`.
     """
     none = torch.zeros(text.shape[0], dtype=torch.bool, device=text.device)
     ends: list[bool] = (none | criterion(text, scores)).tolist()

@@ -25,9 +25,8 @@ from .acceptance import (
     draw_if_possible,
 )
 from .resolve import NONE
-from .scoring import ExactScorer, Prefixes, Processor, Scorer, is_opaque
+from .scoring import ExactScorer, Prefixes, Processor, Scorer, StaticScorer, is_opaque
 from .state import RESULT_NUMBERS, BranchStarts, DraftTokens, VerifyResult
-from .static_scoring import StaticScorer
 from .text import ScoresSoFar, Text
 
 UNDECIDED = -1
