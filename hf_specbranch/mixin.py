@@ -37,7 +37,7 @@ from .heads.model import resolve_head
 from .padding_check import check_padded_batches
 from .planning.online import forget
 from .request import Attachment, FallBack, MergedSettings, Request, by_name, call_config, seeded_from
-from .runtime.adapters import draft_model, transformers_model
+from .runtime.model_walk import draft_model, transformers_model
 from .runtime.selection import release
 from .stats import SpecBranchStats
 from .validation import check_inputs, check_model, check_request, why_plain, why_refused

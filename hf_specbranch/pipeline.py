@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from .mixin import SpecBranchMixin, specbranch
-from .runtime.adapters import draft_model, transformers_model
+from .runtime.model_walk import draft_model, transformers_model
 from .validation import check_model, check_pair
 
 TASK = "specbranch-text-generation"

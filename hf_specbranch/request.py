@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 
 from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
-from .runtime.module_walk import every_parameter
+from .runtime.model_walk import every_parameter
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.

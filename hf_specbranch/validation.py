@@ -10,10 +10,9 @@ from transformers.generation import GenerationMixin, GenerationMode
 from .config import SpecBranchConfig
 from .decoding.policies import POLICIES
 from .request import MergedSettings
-from .runtime.adapters import why_adapters_need_plain
 from .runtime.kv_cache import why_not_loaded
-from .runtime.module_walk import every_parameter
-from .runtime.rotary import LengthDependentRotary
+from .runtime.model_walk import every_parameter, why_adapters_need_plain
+from .runtime.positions import LengthDependentRotary
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
 LARGEST_PADDING = 0.01

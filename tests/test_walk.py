@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hf_specbranch.runtime.module_walk import every_buffer, every_module, every_parameter
+from hf_specbranch.runtime.model_walk import every_buffer, every_module, every_parameter
 
 from .families import make
 

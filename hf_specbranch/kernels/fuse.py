@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model_state import state_of
-from ..runtime.module_walk import every_module
+from ..runtime.model_walk import every_module
 from .attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
 from .backend import FLOATS
 from .forwards import (

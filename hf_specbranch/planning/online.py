@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..config import SpecBranchConfig
 from ..decoding.text import Text
 from ..model_state import state_of
-from ..runtime.adapters import adapter_state
+from ..runtime.model_walk import adapter_state
 from ..runtime.overlap import Overlap
 from ..stats import SpecBranchStats
 from .agreement import Agreement, RecentTexts, typical_agreement

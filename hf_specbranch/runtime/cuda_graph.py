@@ -24,7 +24,7 @@ from ..model_state import state_of
 from .base import Step
 from .eager import SMALLEST, EagerRunner, round_up
 from .masks import MaskMaker
-from .module_walk import every_buffer, every_module, every_parameter
+from .model_walk import every_buffer, every_module, every_parameter
 from .self_check import PARENTS, kernels_agree
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 

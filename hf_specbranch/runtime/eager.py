@@ -14,8 +14,7 @@ from ..kernels.parallel_build import is_dry_run
 from .base import Step
 from .kv_cache import SlotCache
 from .masks import MaskMaker
-from .positions import learned_positions
-from .rotary import LengthDependentRotary
+from .positions import LengthDependentRotary, learned_positions
 from .static_buffers import Buffers
 
 SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two

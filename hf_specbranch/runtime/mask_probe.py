@@ -25,9 +25,9 @@ from ..kernels.attention_interface import original_attention
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
 from ..model_state import state_of
-from .adapters import adapter_state
 from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
+from .model_walk import adapter_state
 
 # model -> state of its adapters -> by_layer_type
 

@@ -14,11 +14,10 @@ from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
 from ..model_state import state_of
 from . import cuda_graph
-from .adapters import has_adapters
 from .eager import EagerRunner
 from .mask_probe import mask_maker_for
-from .module_walk import every_module, every_parameter
-from .rotary import LengthDependentRotary
+from .model_walk import every_module, every_parameter, has_adapters
+from .positions import LengthDependentRotary
 
 logger = logging.getLogger(__name__)
 
