@@ -61,7 +61,7 @@ from hf_specbranch.runtime.static_buffers import Buffers
 
 from .dry_runs import recorded_dry_run
 from .models import EOS, assert_counts_add_up, attached, config, llama, noisy_copy, prompt
-from .test_fixed_stages import COUNTS
+from .test_static_stages import COUNTS
 
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 PROMPT, LIMIT, SHOWN, CAPACITY = 6, 20, 64, 80  # columns of a prompt and of the longest text; slots
