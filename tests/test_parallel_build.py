@@ -315,7 +315,7 @@ def test_passes_in_the_dry_run_of_the_check_have_no_side_effects(family, whole, 
 
     def passes():
         recipes.append(state_of(model).kernel_recipe)
-        runner._some_passes()
+        runner._sample_passes()
 
     def dry_run_here(stage, _, new_model):
         assert new_model
@@ -332,7 +332,7 @@ def test_passes_in_the_dry_run_of_the_check_have_no_side_effects(family, whole, 
         tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
         torch.testing.assert_close(runner.prefill(tokens, slots, None), model(tokens).logits[:, -1])
         kept = contents(runner.cache)
-        runner._some_passes()  # leaves a cache in use alone
+        runner._sample_passes()  # leaves a cache in use alone
         assert_holds(runner.cache, kept)
 
 

@@ -15,7 +15,7 @@ from hf_specbranch.runtime import prefill
 from hf_specbranch.runtime.cuda_graph import MOST_QUERIES
 from hf_specbranch.runtime.eager import EagerRunner, round_up
 from hf_specbranch.runtime.mask_probe import mask_maker_for
-from hf_specbranch.runtime.selection import ASIDE
+from hf_specbranch.runtime.selection import SPARE_SLOTS
 
 from . import sampling
 from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
@@ -69,7 +69,7 @@ def sharpened(model):
 
 
 def test_such_passes_are_captured_and_have_room():
-    assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= ASIDE
+    assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= SPARE_SLOTS
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])

@@ -12,7 +12,7 @@ from hf_specbranch.runtime import cuda_graph, selection
 from hf_specbranch.runtime.cuda_graph import fingerprint, round_up
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
-from hf_specbranch.runtime.selection import _is_watched, why_not_captured
+from hf_specbranch.runtime.selection import _has_foreign_hooks, why_not_captured
 
 from .models import attached, config, prompt
 
@@ -32,9 +32,9 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
     model = copy.deepcopy(target)
     model(input_ids=torch.tensor([[3, 4]]), output_hidden_states=True)
     assert any(module._forward_hooks for module in model.modules())  # transformers' own, for good
-    assert not any(_is_watched(module) for module in model.modules())
+    assert not any(_has_foreign_hooks(module) for module in model.modules())
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert any(_is_watched(module) for module in model.modules())
+    assert any(_has_foreign_hooks(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ..planning.online import Planner, knowledge_of
 from ..runtime.eager import EagerRunner, round_up
 from ..runtime.kv_cache import past_length
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
-from ..runtime.selection import BRANCHES
+from ..runtime.selection import BRANCH_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .accounting import Accounting
@@ -126,7 +126,7 @@ class Assembly:
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
-        if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCHES):
+        if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCH_SLOTS):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1))
             return [agreement_from_logits(logits, ids, before, candidates, temperature)]
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]

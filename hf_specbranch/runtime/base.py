@@ -1,4 +1,4 @@
-"""The one contract between the algorithm and a model."""
+"""The contract between the decoding loop and a model: these tokens, at these positions, in these KV cache slots."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """What one forward pass returns."""
+    """The result of one forward pass."""
 
-    logits: Tensor  # [B, Q, V], as the model gives them
-    hidden_states: Sequence[Tensor] | Mapping[int, Tensor] | None = None  # a layer: [B, Q, H]; only when asked for
-    attentions: Sequence[Tensor] | None = None  # a layer: [B, heads, Q, S]; only when asked for
+    logits: Tensor  # [B, Q, V], as the model computes them
+    hidden_states: Sequence[Tensor] | Mapping[int, Tensor] | None = None  # per layer: [B, Q, H]; only on request
+    attentions: Sequence[Tensor] | None = None  # per layer: [B, heads, Q, S]; only on request
 
     @property
     def is_aligned(self) -> bool:
-        """Whether there is a hidden state for each logit; the prompt's pass has more states than logits."""
+        """Return whether there is one hidden state for each logit. Prefill has more hidden states than logits."""
         states = self.hidden_states
         if not states:
             return False
@@ -26,12 +26,11 @@ class Step(NamedTuple):
 
 
 class Runner(Protocol):
-    """A model and its cache. A call says: these tokens, at these positions, written to these slots,
-    seeing these slots.
+    """Runs a model on a KV cache whose entries are addressed by slot.
 
-    A slot holds the key and value of one token in every layer. Branches of a sequence are further queries
-    of the same row that see different slots, so a shared prefix is stored once. Nothing is ever deleted: a
-    slot that no query sees does not exist.
+    A slot holds the key and the value of one token in every layer. Branches of a sequence are further queries of the
+    same row that attend to other slots, so a shared prefix is stored once. Nothing is ever deleted: rollback means
+    that no query attends to a slot any more.
     """
 
     def forward(
@@ -39,8 +38,10 @@ class Runner(Protocol):
         tokens: Tensor,  # [B, Q]
         positions: Tensor,  # [B, Q]
         slots: Tensor,  # [B, Q]
-        visible: Tensor,  # [B, Q, S] bool, S = how many slots take part
-    ) -> Step: ...
+        visible: Tensor,  # [B, Q, S] bool; the pass reads the first S slots
+    ) -> Step:
+        """Run these tokens at these positions, write them to these slots, and attend to the visible slots."""
+        ...
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy the contents of `source` slots to `destination` slots, both [B, N]."""

@@ -1,8 +1,8 @@
-"""The fast runner on CUDA: forwards and whole stages captured once as graphs and replayed with a single launch.
+"""The fast runner on CUDA: forwards and whole stages are captured once as CUDA graphs and replayed with one launch.
 
-In eager mode Python launches the hundreds of kernels of a forward one by one, more slowly than the GPU runs them,
-and two models in one process cannot even launch at the same time. A replay is one launch, so the target's pass
-and the draft's steps really run beside each other.
+In eager mode Python launches the hundreds of kernels of a forward one by one, more slowly than the GPU runs them. Two
+models in one process cannot even launch at the same time. A replay is one launch, so the draft's steps really overlap
+with the target's pass.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
 
-Layers = Literal["plain", "fused"]  # how the layers of a model run: as transformers wrote them, or through our kernels
-MOST_QUERIES = 1024  # longer forwards are bound by the device, and run eagerly
-MANY_QUERIES = 256  # for which libraries do other things than for one
-MOST_BUFFERS = 24  # settings whose stages are kept; the least recently used go
+Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote them, or through our kernels
+MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
+MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
+MOST_BUFFERS = 24  # settings whose static buffers and captured stages are kept; the least recently used go first
 
 
 class Captured(NamedTuple):
-    """Graphs, the buffers they read and those they write."""
+    """A captured forward: its CUDA graphs, the static buffers that they read, and the step that they write."""
 
     graphs: list[torch.cuda.CUDAGraph]
     tokens: Tensor  # [B, Q]
@@ -48,10 +48,10 @@ class Captured(NamedTuple):
 
 
 class GraphRunner(EagerRunner):
-    """Captures a forward for every (queries, visible slots) it meets, rounded up to few sizes, and gives out desks
-    on which whole stages are captured.
+    """Replays forwards as CUDA graphs, and hands out static buffers whose stages are captured as a whole.
 
-    What `forward` returns is overwritten by the next forward of the same size.
+    A forward is keyed by rows, queries, the number of slots shown (rounded up to few sizes) and the extra arguments.
+    The next forward with the same key overwrites what `forward` returned.
     """
 
     captures = True
@@ -62,27 +62,27 @@ class GraphRunner(EagerRunner):
         self.runtime = "graph"
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
-        self.fingerprint = 0  # of the model when the runner was made
+        self.fingerprint = 0  # of the model when the runner was created
 
     @cached_property
     def graph_memory(self) -> GraphMemory:
-        """What all graphs of this runner share; they never replay at the same time."""
+        """The memory that all graphs of this runner share. They never replay at the same time."""
         return GraphMemory(self.device)
 
     @cached_property
     def builds_in_parallel(self) -> bool:
-        """Whether passes can be rehearsed, so that kernels are built side by side."""
+        """Whether a dry run can find out which kernels a pass needs, so that they are built in parallel."""
         return (
             self.layers == "fused"
             and self.device.type == "cuda"
-            and can_build_in_parallel(self.model, self._some_passes)
+            and can_build_in_parallel(self.model, self._sample_passes)
         )
 
-    def _some_passes(self) -> None:
-        """Over one token, over those of the self-check and over many, for a rehearsal before the cache holds anything.
+    def _sample_passes(self) -> None:
+        """Run passes over one token, over the tokens of the self-check and over many tokens, for a dry run.
 
-        The first makes the cache's layers, which go again with the noise in them. In the last libraries set themselves
-        up, while kernels are built.
+        Does nothing once the cache holds a text. The first pass creates the cache's layers; they are removed
+        afterwards, with the noise in them. The last pass lets libraries initialise while kernels are built.
         """
         if self.cache.layers:
             return
@@ -100,7 +100,10 @@ class GraphRunner(EagerRunner):
         return self.graph_memory.captures
 
     def buffers(self, settings: Hashable) -> Buffers:
-        """The desk for stages with these settings, from an earlier generation if there was one."""
+        """Return the static buffers for these settings, from an earlier generation if there was one.
+
+        At most `MOST_BUFFERS` settings are kept.
+        """
         buffers = self.buffers_by_settings.pop(settings, None) or StaticBuffers(
             self.device, self.graph_memory, self.builds_in_parallel
         )
@@ -113,13 +116,17 @@ class GraphRunner(EagerRunner):
         before = self.cache.address.capacity, self.slot_positions.shape
         super().reserve(rows, round_up(slots))
         if (self.cache.address.capacity, self.slot_positions.shape) != before:
-            self.captured.clear()  # their buffers have moved
+            self.captured.clear()  # the memory that the graphs address has moved
             for buffers in self.buffers_by_settings.values():
                 buffers.graphs.clear()
             if self.device.type == "cuda":
                 self.graph_memory.renew()
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+        """Replay the CUDA graph of a forward of this size; capture it first if there is none yet.
+
+        Not for use inside a stage, which is captured as a whole: that calls `forward_uncaptured`.
+        """
         rows, queries, shown = visible.shape
         if queries > MOST_QUERIES:
             return super().forward(tokens, positions, slots, visible, **extra)
@@ -141,6 +148,7 @@ class GraphRunner(EagerRunner):
     def forward_uncaptured(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
     ) -> Step:
+        """Launch the forward kernel by kernel, with this runner's kernels in the layers. It never replays a graph."""
         with self._layers():
             return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
 
@@ -150,40 +158,40 @@ class GraphRunner(EagerRunner):
     def _capture(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
     ) -> Captured:
-        """Record the forward. It runs on the real inputs, so what it writes to the cache is what belongs there."""
+        """Capture a forward. The warm-up runs on the real inputs, so it writes the right entries to the KV cache."""
         rows, queries, shown = visible.shape
         padded = torch.zeros((rows, queries, size), dtype=torch.bool, device=self.device)
         padded[:, :, :shown] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
         self.graph_memory.captures += 1
         steps: list[Step] = []
-        with self.graph_memory.aside():
+        with self.graph_memory.on_capture_stream():
             if self.builds_in_parallel:
                 build_in_parallel(lambda: self.forward_uncaptured(*buffers, **extra), self.device)
-            self.forward_uncaptured(*buffers, **extra)  # libraries set themselves up outside the graph
+            self.forward_uncaptured(*buffers, **extra)  # warm-up: libraries initialise outside the graph
             graphs = self.graph_memory.record(lambda: steps.append(self.forward_uncaptured(*buffers, **extra)))
         return Captured(graphs, *buffers, steps[0])
 
 
 def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
-    """Our kernels, if a whole pass through them agrees with the model's own, else the model's own layers.
+    """Return "fused" if a whole pass through our kernels agrees with the model's own pass, else "plain".
 
-    Asked once of a model, and again when its weights have moved.
+    The result is kept with the model until its fingerprint changes.
     """
     fuse(model)
     now, state = fingerprint(model), state_of(model)
     if state.kernel_check is None or state.kernel_check[0] != now:
         runner = GraphRunner(model, masks, "fused")
         runner.reserve(rows, SMALLEST)
-        logger.debug("kernels are built side by side: %s", runner.builds_in_parallel)
+        logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
         state.kernel_check = now, kernels_agree(model, masks)
     return "fused" if state.kernel_check[1] else "plain"
 
 
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
-    """Why a forward of this model cannot be captured, found out by trying once; empty if it can.
+    """Return why a forward of this model cannot be captured, found out by trying; empty if it can be.
 
-    A forward that waits for the device (to route tokens to experts, say) cannot be part of a graph.
+    A forward that waits for the device (for example to route tokens to experts) cannot be part of a CUDA graph.
     """
     state = state_of(model)
     if state.sync_reason is None:
@@ -197,7 +205,7 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
             reason = _why_it_syncs(forward)
             if reason:
                 with suppress(RuntimeError):
-                    forward()  # what is set up on first use may wait
+                    forward()  # initialisation on first use may wait
                 reason = _why_it_syncs(forward)
         if reason:
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
@@ -218,35 +226,35 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
-    """A runner for this model and batch size, from an earlier generation if it still fits the model."""
-    waiting: GraphRunner | None = state_of(model).idle_runners.pop((rows, layers), None)
-    if waiting is None or waiting.fingerprint != fingerprint(model):
+    """Return a runner for this model and batch size, from an earlier generation if it still fits the model."""
+    idle: GraphRunner | None = state_of(model).idle_runners.pop((rows, layers), None)
+    if idle is None or idle.fingerprint != fingerprint(model):
         if layers == "fused":
             fuse(model)
         runner = GraphRunner(model, masks, layers)
         runner.fingerprint = fingerprint(model)
         return runner
-    waiting.model, waiting.masks = model, masks
-    waiting.cache.forget()
-    return waiting
+    idle.model, idle.masks = model, masks
+    idle.cache.forget()
+    return idle
 
 
 def give_back(runner: GraphRunner, rows: int) -> None:
-    """Keep a runner for the next generation; one for each model, so that caches do not pile up.
+    """Keep a runner for the next generation; one per model, so that caches do not accumulate.
 
-    A waiting runner holds no reference to its model, so that it goes when the model goes.
+    An idle runner holds no reference to its model, so it is freed together with the model.
     """
     state_of(runner.model).idle_runners = {(rows, runner.layers): runner}
     del runner.model
 
 
 def drop(model: PreTrainedModel) -> None:
-    """Free what is kept for a model."""
+    """Free the idle runner of a model, with its cache and graphs."""
     state_of(model).idle_runners.clear()
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Changes with everything a captured graph has baked in: where weights lie, their dtype, and modes."""
+    """Return a number that changes with everything a CUDA graph has baked in: addresses of weights, dtypes, modes."""
     tensors = (*every_parameter(model), *every_buffer(model))
     weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
     training = tuple(module.training for module in every_module(model))
@@ -256,6 +264,6 @@ def fingerprint(model: PreTrainedModel) -> int:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.get_float32_matmul_precision(),
-        torch.is_inference_mode_enabled(),  # its tensors cannot be written outside it
+        torch.is_inference_mode_enabled(),  # its tensors cannot be written outside inference mode
     )
     return hash((weights, training, modes))

@@ -1,4 +1,4 @@
-"""The runner that works wherever transformers does: one ordinary forward a call."""
+"""The runner that works wherever transformers does: one ordinary forward per call."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .masks import MaskMaker
 from .positions import LengthDependentRotary, learned_positions
 from .static_buffers import Buffers
 
-SMALLEST = 256  # slots a captured forward reads at the least; larger ones are powers of two
+SMALLEST = 256  # fewest slots that a captured forward reads; larger sizes are powers of two
 
 
 class EagerRunner:
-    """A model, its slot cache, and the positions of what the slots hold.
+    """Runs a model eagerly on a slot-addressed KV cache, and keeps the position of the token in each slot.
 
     Args:
         model: any decoder-only model whose attention takes explicit masks.
-        masks: how this model wants its masks; see `probe.mask_maker_for`.
+        masks: makes masks in the form that this model takes; see `mask_probe.mask_maker_for`.
     """
 
-    captures = False  # whether desks capture whole stages
-    graphs_captured = 0  # so far
+    captures = False  # whether `buffers` captures whole stages as CUDA graphs
+    graphs_captured = 0  # graphs captured so far
     runtime = "eager"
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
@@ -46,7 +46,7 @@ class EagerRunner:
         self.rotary = LengthDependentRotary(model)
         self.lag: Tensor | int = 0  # [B, 1] positions between each row and the longest one
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # no logits but the last
+        self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # computes only the last logits
         self.quiet = quiet_arguments(model)
 
     def reserve(self, rows: int, slots: int) -> None:
@@ -74,29 +74,37 @@ class EagerRunner:
         return logits
 
     def place(self, positions: Tensor, first: int = 0) -> None:
-        """Note that slots `first` onward hold tokens at these positions, [B, N]."""
+        """Record that slots `first` onward hold tokens at these positions, [B, N]."""
         self.reserve(positions.shape[0], first + positions.shape[1])
         self.slot_positions[:, first : first + positions.shape[1]] = positions
 
     def buffers(self, settings: Hashable) -> Buffers:
-        """Where stages with these settings run."""
+        """Return the memory for stages with these settings: what all of these stages depend on (see `Buffers.run`)."""
         return Buffers(self.device)
 
     def bucket(self, slots: int) -> int:
-        """How many slots a captured forward reads where this many are needed."""
+        """Return how many slots a captured forward reads if this many are needed."""
         return round_up(slots)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
-        """See `Runner`; `extra` goes to the model as it is (`output_hidden_states` and the like).
+        """Run one forward; see `Runner.forward`. A `GraphRunner` replays it as a CUDA graph of its own.
 
-        Positions may be [axes, B, Q], with those of the text first: models of images have several.
+        Args:
+            tokens: [B, Q].
+            positions: [B, Q]; models of images have [axes, B, Q], with the positions in the text first.
+            slots: [B, Q] where the keys and values are written.
+            visible: [B, Q, S] which slots each query attends to.
+            extra: more arguments of the model, such as `output_hidden_states`.
         """
         return self.forward_uncaptured(tokens, positions, slots, visible, **extra)
 
     def forward_uncaptured(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
     ) -> Step:
-        """The same, launched kernel by kernel; for stages that are captured as a whole."""
+        """Run one forward, launched kernel by kernel in every runner. Takes the same arguments as `forward`.
+
+        Stages call it, because a stage is captured as a whole and a graph cannot be replayed inside a capture.
+        """
         shown, in_text = visible.shape[2], positions if positions.ndim == 2 else positions[0]
         if self.masks.window is not None and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
@@ -120,13 +128,11 @@ class EagerRunner:
 
 
 def quiet_arguments(model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments that keep a forward from computing what no generation uses: router losses need a mask of two
-    dimensions.
-    """
+    """Return arguments that switch off what no generation uses: router losses, which need a mask of two dimensions."""
     known = inspect.signature(model.forward).parameters
     return {"output_router_logits": False} if "output_router_logits" in known else {}
 
 
 def round_up(slots: int) -> int:
-    """The next power of two, so that few sizes are captured."""
+    """Return the next power of two, so that few sizes are captured."""
     return max(SMALLEST, 1 << (slots - 1).bit_length())

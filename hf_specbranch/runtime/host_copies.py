@@ -1,4 +1,4 @@
-"""A few integers a round between device and host, through pinned memory."""
+"""Copies a few integers per round between device and host, through pinned memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 class PinnedCopy(NamedTuple):
-    """Integers on the host, and the moment from which on they are there."""
+    """Integers in pinned host memory, and the event after which they are valid."""
 
     numbers: Tensor
     arrived: torch.cuda.Event | None
 
 
 class HostCopies:
-    """From the device to the host. `send` returns at once; `read` is where the host waits.
+    """Copies integers from the device to the host. `send` returns at once; `read` is where the host waits.
 
-    Two letters may be under way at a time.
+    Two copies of the same shape may be in flight at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.in_flight: deque[PinnedCopy] = deque()
-        self.pinned_copies: dict[torch.Size, deque[PinnedCopy]] = {}  # pinned memory to write on, the oldest first
+        self.pinned_copies: dict[torch.Size, deque[PinnedCopy]] = {}  # reusable pinned memory, the oldest first
 
     def send(self, numbers: Tensor) -> None:
-        """Put integers of any shape on their way."""
+        """Start to copy integers of any shape to the host."""
         if not self.on_gpu:
             self.in_flight.append(PinnedCopy(numbers.clone(), None))
             return
@@ -41,14 +41,14 @@ class HostCopies:
         self.in_flight.append(copy)
 
     def read(self) -> list[list[int]]:
-        """The oldest letter, as soon as it is there."""
+        """Return the oldest copy in flight; wait until it has arrived."""
         copy = self.in_flight.popleft()
         if copy.arrived is not None:
             copy.arrived.synchronize()
         return copy.numbers.tolist()
 
     def skip(self) -> None:
-        """Throw the oldest letter away unread."""
+        """Drop the oldest copy in flight unread."""
         self.in_flight.popleft()
 
 
@@ -58,13 +58,16 @@ def _new_pinned_copy(shape: torch.Size) -> PinnedCopy:
 
 
 class DeviceCopy:
-    """From the host to the device. The memory on either side stays where it is."""
+    """Copies integers from the host to the device, through pinned staging memory. Neither side ever moves."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.staging = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.device.type == "cuda")
 
     def send(self, numbers: list[list[int]]) -> None:
-        """Copy integers to the device. The last ones must have arrived, as they have when the host has waited since."""
+        """Start to copy integers to the device.
+
+        The previous copy must have arrived. It has if the host has waited for the device since then.
+        """
         self.staging.copy_(torch.tensor(numbers, dtype=self.memory.dtype))
         self.memory.copy_(self.staging, non_blocking=True)

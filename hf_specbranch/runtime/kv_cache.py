@@ -1,4 +1,4 @@
-"""A transformers cache whose entries are addressed by slot."""
+"""The KV cache: a transformers cache whose entries are addressed by slot."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ BUCKET = 256  # capacity grows in multiples of this many slots
 
 
 class Address:
-    """Where the next forward writes and what it reads; one object shared by all layers of a cache."""
+    """Says which slots the next forward writes and how many it reads. All layers of a cache share one."""
 
     def __init__(self) -> None:
-        self.slots: Tensor | None = None  # [B, Q]; None appends behind what is there
-        self.shown = 0  # slots the attention reads: the first `shown`
+        self.slots: Tensor | None = None  # [B, Q]; None: append after what is there
+        self.shown = 0  # attention reads the first `shown` slots
         self.capacity = BUCKET
         self._on_device: dict[torch.device, Tensor] = {}
         self._rows: dict[torch.device, Tensor] = {}
 
     def point_at(self, slots: Tensor | None, shown: int) -> None:
+        """Set the slots that the next forward writes, [B, Q] or None to append, and the number that it reads."""
         self.slots, self.shown = slots, shown
         self._on_device.clear()
         self._rows.clear()
 
     def slots_on(self, device: torch.device) -> Tensor:
-        """The slots, [B, Q]; layers of a split model live on several devices."""
+        """Return the slots, [B, Q], on a device: the layers of a split model are on several devices."""
         assert self.slots is not None
         if device not in self._on_device:
             self._on_device[device] = self.slots.to(device)
         return self._on_device[device]
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """[B, 1], beside the slots where several rows are written."""
+        """Return row indices, [B, 1], which index together with the slots where several rows are written."""
         if device not in self._rows:
             self._rows[device] = torch.arange(self.slots_on(device).shape[0], device=device)[:, None]
         return self._rows[device]
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, head_dim], written wherever the address says."""
+    """Stores keys and values of one layer, [B, heads, capacity, head_dim], in the slots that the address names."""
 
     is_sliding = False
 
     def __init__(self, address: Address) -> None:
         super().__init__()
         self.address = address
-        self.appended = 0  # entries written by appending, that is, by prefill
+        self.appended = 0  # entries written by appending, which only prefill does
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = self._room_for(key_states, self.address.capacity)
@@ -69,6 +70,7 @@ class SlotLayer(CacheLayerMixin):
         return states.new_zeros((rows, heads, capacity, head_dim))
 
     def grow(self, capacity: int) -> None:
+        """Enlarge the memory to this many slots, and keep what is stored."""
         if self.is_initialized and self.keys.shape[2] < capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
@@ -89,7 +91,7 @@ class SlotLayer(CacheLayerMixin):
             return self.keys[:, :, :end], self.values[:, :, :end]
         shown = self.address.shown
         slots = self.address.slots_on(self.keys.device)
-        if slots.shape[0] == 1:  # one plain kernel each
+        if slots.shape[0] == 1:  # one simple kernel each
             self.keys.index_copy_(2, slots[0], key_states.to(self.keys.dtype))
             self.values.index_copy_(2, slots[0], value_states.to(self.values.dtype))
         else:
@@ -109,34 +111,34 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One `SlotLayer` per layer of the model, created as the first forward reaches it."""
+    """Holds one `SlotLayer` per layer of the model, created when the first forward reaches it."""
 
     def __init__(self) -> None:
         self.address = Address()
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.address))
 
     def __bool__(self) -> bool:
-        """Whether anything was appended: models that ask take an empty cache for none, even if it has layers."""
+        """Return whether anything was appended. Models that test it treat an empty cache as none, even with layers."""
         return any(layer.appended for layer in self.layers)
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots, keeping what is stored."""
+        """Make room for `slots` slots, and keep what is stored."""
         if slots > self.address.capacity:
             self.address.capacity = -(-slots // BUCKET) * BUCKET
             for layer in self.layers:
                 layer.grow(self.address.capacity)
 
     def append(self) -> None:
-        """The next forward is a prefill: it writes behind what earlier prefills wrote."""
+        """Let the next forward be a prefill, which writes after what earlier prefills wrote."""
         self.address.point_at(None, 0)
 
     def forget(self) -> None:
-        """Start anew in the same memory: what nobody sees does not exist."""
+        """Start again in the same memory. Old entries may stay, since no query attends to them."""
         for layer in self.layers:
             layer.appended = 0
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy entries between slots, [B, N] to [B, N]; reading happens before writing."""
+        """Copy entries from `source` slots to `destination` slots, both [B, N]. All are read before any is written."""
         for layer in self.layers:
             rows = torch.arange(source.shape[0], device=layer.keys.device)[:, None]
             origin, target = source.to(layer.keys.device), destination.to(layer.keys.device)
@@ -144,9 +146,9 @@ class SlotCache(Cache):
             layer.values[rows, :, target] = layer.values[rows, :, origin]
 
     def load(self, past: Cache) -> None:
-        """Take over what another cache holds, entry `i` into slot `i`.
+        """Copy the entries of another cache, entry `i` into slot `i`.
 
-        A sliding layer remembers only its window; the slots before it stay empty, and the window hides them.
+        A sliding layer holds only its window. The slots before it stay empty, and the window hides them.
         """
         length = past_length(past)
         self.reserve(length)
@@ -167,12 +169,12 @@ class SlotCache(Cache):
 
 
 def past_length(past: Cache) -> int:
-    """How many tokens a cache has seen."""
+    """Return how many tokens a cache has seen."""
     return int(past.get_seq_length())
 
 
 def why_not_loaded(past: Cache) -> str:
-    """Why `SlotCache` cannot stand in for this cache; empty if it can.
+    """Return why `SlotCache` cannot replace this cache; empty if it can.
 
     A cache that changes what it stores (a quantized one) gives other logits than a `SlotCache`, even while it is empty.
     """
@@ -192,7 +194,7 @@ def why_not_loaded(past: Cache) -> str:
 
 
 def _stored(past: Cache) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Keys, values and the first token they belong to, layer by layer."""
+    """Yield the keys, the values and the index of their first token, layer by layer."""
     for layer in past.layers:
         length = int(layer.get_seq_length())
         if isinstance(layer, StaticLayer):

@@ -1,14 +1,14 @@
-"""Does this model's attention obey an explicit mask? Asked once of each model, by trying.
+"""Tests once per model whether its attention obeys an explicit mask.
 
-Branches of a text share one cache: each query of a pass sees its own set of slots. Three checks show that a model
-computes the right thing then. The first two are exact in every dtype, since the passes they compare differ in the
-contents of some slots and in nothing else:
+Branches of a text share one KV cache: each query of a pass attends to its own set of slots. Three checks show that a
+model computes the right logits under such masks. The first two are exact in every dtype, because the passes that they
+compare differ only in the contents of some slots:
 
-1. A query does not depend on slots that it must not see.
-2. In every layer it depends on a slot that it must see, however far away.
-3. Its logits are those of an ordinary run. In half precision they differ by rounding, so the difference is compared
-   with the rounding of this model: the difference between two ordinary runs, one over the whole text and one in two
-   passes.
+1. A query does not depend on slots that the mask hides.
+2. In every layer it depends on a slot that the mask shows, however far away.
+3. Its logits are those of an ordinary run. In half precision they differ by rounding. So the difference is compared
+   with the noise floor of this model: the difference between two ordinary runs, one over the whole text and one in
+   two passes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,24 @@ from .eager import EagerRunner, quiet_arguments
 from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
 from .model_walk import adapter_state
 
-# model -> state of its adapters -> by_layer_type
-
-CONTEXT = 4  # tokens before the queries; the last two are copied to a far and a near slot for each query
+CONTEXT = 4  # tokens before the queries; the last two are copied to a far and to a near slot for each query
 REFERENCES = 4  # queries whose logits are compared with an ordinary run
-LAYERS_ON_CPU = 8  # layers of which the second check is made where each query costs time: kinds of layers alternate
-FEWEST_SLOTS = 320  # between the first slot and the last
-LARGEST_WINDOW = 8192  # windows beyond that are not tried
-# How far our logits may be from an ordinary run, in units of the difference between two ordinary runs. The median of
-# several queries stays near 1; a single query of a mixture of experts may meet other experts in one run only.
+LAYERS_ON_CPU = 8  # layers that the second check tests on a CPU, where each query costs time; kinds of layers alternate
+FEWEST_SLOTS = 320  # slots between the far and the near ones, at least
+LARGEST_WINDOW = 8192  # larger windows are not tested
+# How far our logits may be from those of an ordinary run, in units of the difference between two ordinary runs. The
+# median of several queries stays near 1. In a mixture of experts, one run may route a single query to other experts.
 MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
-# The difference between two ordinary runs, in units of the logits' spread. In float32 it is about 1e-6 and need not be
-# measured; logits that have nothing in common reach 1.4.
+# The difference between two ordinary runs, in units of the standard deviation of the logits. In float32 it is about
+# 1e-6 and need not be measured. Unrelated logits reach 1.4.
 NOISE_IN_FLOAT32, MOST_NOISE = 1e-4, 0.7
 
 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
-    """The mask maker under which this model computes what it should.
+    """Return a mask maker in the form under which this model computes the right logits.
 
     Args:
-        model: the model to ask.
+        model: the model to test.
         role: "target" or "draft", for the error message.
 
     Raises:
@@ -74,8 +72,8 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
 
 
 def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
-    """Whether the model takes its masks by layer type."""
-    ordinary = _run_ordinarily(model, role)
+    """Return whether the model takes its masks by layer type; raise if it obeys neither form."""
+    ordinary = _ordinary_runs(model, role)
     failure: Exception | None = None
     found: list[str] = []
     for by_layer_type in (True, False) if typed else (False, True):
@@ -98,15 +96,15 @@ def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:
 
 
 class Ordinary(NamedTuple):
-    """Two runs of the model as transformers runs it."""
+    """The logits of two runs of the model as transformers runs it."""
 
-    texts: Tensor  # [R, CONTEXT + 2] the same context, another query in each, and one token more
+    texts: Tensor  # [R, CONTEXT + 2] the same context, a different query in each, and one more token
     query_logits: Tensor  # [R, V] after the query
     last_logits: Tensor  # [V] after the first text
-    noise: Tensor  # root mean square difference between both runs
+    noise: Tensor  # root mean square difference between the two runs
 
 
-def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
+def _ordinary_runs(model: PreTrainedModel, role: str) -> Ordinary:
     embedding = model.get_input_embeddings().weight
     vocabulary = min(model.config.get_text_config(decoder=True).vocab_size, embedding.shape[0])
     texts = torch.empty((REFERENCES, CONTEXT + 2), dtype=torch.long, device=embedding.device)
@@ -121,10 +119,10 @@ def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
         if whole.dtype in HALF_PRECISION:
             past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).past_key_values
             second = model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
-            # Two runs may agree to the last bit; the logits themselves are rounded all the same.
+            # Two runs may agree to the last bit, although their logits are rounded.
             least = 2 * torch.finfo(whole.dtype).eps * _rms(whole)
             noise = torch.maximum(_rms(whole[:, CONTEXT].float() - second[:, 0]), least)
-    except Exception as error:  # whatever it is, it is the model's own
+    except Exception as error:  # any error here is the model's own
         raise ValueError(
             f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT + 2} tokens "
             f"({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
@@ -143,12 +141,12 @@ def _run_ordinarily(model: PreTrainedModel, role: str) -> Ordinary:
 
 
 class _Probe:
-    """One row in which many queries each see a context, a far slot, a near slot and themselves.
+    """Tests a model with one row in which each of many queries sees a context, a far slot, a near slot and itself.
 
-    The first `REFERENCES` queries are for the first and third check. Each further one is for the second check of one
-    layer, so that one pass tells about all of them.
+    The first `REFERENCES` queries serve the first and the third check. Each further query serves the second check of
+    one layer, so that one pass tests all layers.
 
-    The slots in order: the context as read at first, far slots, unused ones, near slots, queries, one more token.
+    The slots in order: the context as first read, far slots, unused slots, near slots, queries, one more token.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> None:
@@ -174,7 +172,7 @@ class _Probe:
         self._fill(size)
 
     def fault(self) -> str:
-        """What is wrong with this model under these masks; empty if nothing is."""
+        """Return what is wrong with this model under these masks; empty if nothing is."""
         if not self.layers:
             return "it keeps no keys and values between passes"
         queries, alone = self._queries(), self._alone()
@@ -185,7 +183,7 @@ class _Probe:
             changed = self._queries()
             same = self._same(alone, self._alone(), self._alone)
         if not torch.equal(queries[:REFERENCES], changed[:REFERENCES]):
-            # In a mixture of experts the queries for single layers may have met other experts, beside all the others.
+            # In a mixture of experts, changed queries for single layers may have moved other queries to other experts.
             with self._changed(self.far[:0], unseen):
                 same = same and self._same(queries, self._queries(), self._queries)
         if not same:
@@ -195,12 +193,12 @@ class _Probe:
         return self._wrong_values(queries, alone)
 
     def _changed(self, slots: Tensor, everywhere: Tensor) -> AbstractContextManager[None]:
-        """Other contents in one slot of each layer, that of the query for this layer, and in some slots of all."""
+        """Change the contents of `everywhere` in all layers, and of each layer's own query's slot in that layer."""
         of_query = dict(zip(self.probed, torch.split(slots[REFERENCES:], 1)))
         return _changed({layer: torch.cat([everywhere, of_query.get(layer, slots[:0])]) for layer in self.layers})
 
     def _fill(self, size: int) -> None:
-        """Copy the last two tokens of the context to their slots, and put random numbers wherever else."""
+        """Copy the last two tokens of the context to their slots, and fill all other slots with random numbers."""
         context = torch.arange(CONTEXT, device=self.device)
         for layer in self.layers:
             for states in (layer.keys, layer.values):  # [1, heads, slots, head_dim]
@@ -215,14 +213,14 @@ class _Probe:
         self.runner.slot_positions[0, self.near] = CONTEXT - 1
 
     def _queries(self) -> Tensor:
-        """[count, V]: all queries in one pass."""
+        """Return logits [count, V] of all queries in one pass."""
         tokens = self.ordinary.texts[:, CONTEXT].repeat(-(-self.count // REFERENCES))[None, : self.count]
         slots = self.own[None]
         logits = self.runner.forward(tokens, torch.full_like(slots, CONTEXT), slots, self.visible).logits
         return logits[0].float()
 
     def _alone(self) -> Tensor:
-        """[V]: the first query continued, in a pass over one token."""
+        """Return logits [V] after one more token after the first query, in a pass over that token alone."""
         slot = torch.full((1, 1), self.last, device=self.device)
         visible = self.visible[:, :1].clone()
         visible[:, :, self.last] = True
@@ -230,23 +228,25 @@ class _Probe:
         return self.runner.forward(token, torch.full_like(slot, CONTEXT + 1), slot, visible).logits[0, 0].float()
 
     def _same(self, before: Tensor, now: Tensor, again: Callable[[], Tensor]) -> bool:
-        """Whether the first queries have the logits that they had. Where a pass is not exact, two more say how much."""
+        """Return whether the first queries kept their logits, up to the difference between two repeated passes."""
         first = slice(REFERENCES if before.ndim == 2 else None)
         difference = _rms(now[first] - before[first])
         return not bool(difference > 0) or bool(difference <= 2 * _rms(again()[first] - again()[first]))
 
     def _blind_layers(self, before: Tensor, changed: Tensor) -> list[int]:
-        """Layers in which a query does not depend on its far slot, though it depends on its near one."""
+        """Return the layers in which a query does not depend on its far slot although it depends on its near slot."""
         if not (unmoved := self._unmoved(before, changed)):
             return []
         with self._changed(self.near, self.near[:0]):
             return sorted(unmoved - self._unmoved(before, self._queries()))
 
     def _unmoved(self, before: Tensor, after: Tensor) -> set[int]:
+        """Return the layers whose query has the same logits before and after."""
         moved = (before != after).any(1)[REFERENCES:].tolist()
         return {self.layers.index(layer) for layer, has in zip(self.probed, moved) if not has}
 
     def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
+        """Return how far the logits are from an ordinary run; empty if they are within the limits."""
         ordinary = self.ordinary
         rows = zip(queries, ordinary.query_logits)
         ratios = torch.stack([_rms(ours - plain) for ours, plain in rows]) / ordinary.noise
@@ -260,13 +260,13 @@ class _Probe:
 
 
 def _some(layers: list[Any]) -> list[Any]:
-    """The first ones and the last two."""
+    """Return the first few layers and the last two."""
     return layers if len(layers) <= LAYERS_ON_CPU else [*layers[: LAYERS_ON_CPU - 2], *layers[-2:]]
 
 
 @contextmanager
 def _changed(slots_by_layer: dict[Any, Tensor]) -> Iterator[None]:
-    """Other contents in some slots of some layers, and the old ones afterwards."""
+    """Temporarily change the contents of some slots of some layers."""
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer, slots in slots_by_layer.items():
         for states in (layer.keys, layer.values):
@@ -281,7 +281,7 @@ def _changed(slots_by_layer: dict[Any, Tensor]) -> Iterator[None]:
 
 
 def _noise_like(states: Tensor) -> Tensor:
-    """Random numbers of the same size, from a source of their own."""
+    """Return random numbers of the same shape and scale; the global generator is not used."""
     generator = torch.Generator(states.device).manual_seed(0)
     noise = torch.randn(states.shape, generator=generator, device=states.device)
     scale = _rms(states.flatten())
@@ -289,12 +289,12 @@ def _noise_like(states: Tensor) -> Tensor:
 
 
 def _rms(values: Tensor) -> Tensor:
-    """Root mean square, one number."""
+    """Return the root mean square of all values, a scalar."""
     return values.float().square().mean().sqrt()
 
 
 def _largest_window(model: PreTrainedModel) -> int:
-    """Of all windows that the config names, in slots; some models apply theirs by index, whatever the mask says."""
+    """Return the largest window in the config, in slots. Some models apply it by index, whatever the mask shows."""
     settings = model.config.get_text_config(decoder=True).to_dict()
     sizes = [size for name, size in settings.items() if "window" in name and isinstance(size, int)]
     return min(max(sizes, default=0), LARGEST_WINDOW)

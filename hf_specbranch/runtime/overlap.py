@@ -1,4 +1,4 @@
-"""Letting two models work at the same time, and measuring how much of one is hidden behind the other."""
+"""Overlaps the draft's work with the target's pass, and measures how much of it the pass hides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..stats import SpecBranchStats
 
 Result = TypeVar("Result")
 Span = tuple[float, float]
-Work = Literal["draft", "verify", "branch"]  # drafting before a pass; the pass; drafting that may run beside it
+Work = Literal["draft", "verify", "branch"]  # drafting before a pass; the pass; drafting while the target runs
 
 
 class Totals(NamedTuple):
@@ -29,13 +29,14 @@ class Totals(NamedTuple):
 
 
 class Clock:
-    """Marks moments: by device events where both models share one GPU, by the host's clock elsewhere."""
+    """Takes timestamps: device events where both models share one GPU, the host's clock elsewhere."""
 
     def __init__(self, target: torch.device, draft: torch.device) -> None:
         self.by_events = target.type == "cuda" and target == draft
         self.origin = self.now()
 
     def now(self) -> Any:
+        """Return a timestamp; on a GPU, of the moment when the current stream gets there."""
         if not self.by_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -43,7 +44,7 @@ class Clock:
         return event
 
     def seconds(self, moment: Any) -> float:
-        """Since the clock was made; waits for the device to reach the moment."""
+        """Return the seconds from the creation of the clock to a timestamp. Waits for the device to reach it."""
         if not self.by_events:
             return float(moment - self.origin)
         moment.synchronize()
@@ -51,20 +52,20 @@ class Clock:
 
 
 class Overlap:
-    """Runs the target's pass beside the draft's work.
+    """Runs the target's pass on a side stream while the draft works.
 
-    On CUDA each has a stream of its own, the draft's with high priority, so that its small kernels need not queue
-    behind the target's. Where launching takes long (eager forwards) the target's pass is launched from a thread.
+    On CUDA each has its own stream. The draft's has high priority, so that its small kernels need not wait for the
+    target's. Where launching takes long (eager forwards), a thread launches the target's pass.
 
     Args:
         target: the target's device.
         draft: the draft's device.
-        stats: where both count their forwards.
-        inline: launch the target's pass from the calling thread: it is a replay, and takes no time.
-        enabled: do so; otherwise the pass comes first and the draft's work after it. May change between rounds.
+        stats: counts the forwards of both.
+        inline: launch the target's pass from the calling thread, because it is a replay and launching takes no time.
+        enabled: overlap the two; otherwise the draft works after the pass. May change between rounds.
 
     Example:
-        >>> with Beside(torch.device("cpu"), torch.device("cpu")) as overlap:
+        >>> with Overlap(torch.device("cpu"), torch.device("cpu")) as overlap:
         ...     answer = overlap.start(lambda: 6 * 7)
         ...     with overlap.working("branch"):
         ...         pass
@@ -90,7 +91,7 @@ class Overlap:
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
-        self.spans = _no_spans()  # since `take`
+        self.spans = _no_spans()  # since the last `take`
 
     def __enter__(self) -> Overlap:
         self.exit = ExitStack()
@@ -106,7 +107,7 @@ class Overlap:
         self.exit.close()
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
-        """Begin `work(*arguments)`; the returned function waits for its result."""
+        """Start `work(*arguments)` on the side stream. The returned function waits for its result."""
         if not self.enabled:
             with self.working("verify"):
                 done = work(*arguments)
@@ -134,14 +135,14 @@ class Overlap:
 
     @contextmanager
     def working(self, what: Work) -> Iterator[None]:
-        """Marks the beginning and the end of some work."""
+        """Record when the work inside the context begins and ends, and count its forwards."""
         before, begin = self._counted(what), self.clock.now()
         yield
         done = (after - once for once, after in zip(before, self._counted(what)))
         self.spans[what].append((begin, self.clock.now(), Totals(0.0, *done)))
 
     def discard_round(self) -> None:
-        """Take the last round out of all counts: it was started after the end of the text."""
+        """Remove the last round from all counts, because it was started after the end of the text."""
         done = {what: spans.pop()[2] for what, spans in self.spans.items()}
         stats, drafted = self.stats, done["draft"] + done["branch"]
         stats.row_passes -= done["verify"].forwards
@@ -157,25 +158,25 @@ class Overlap:
         return stats.draft_forwards, stats.draft_positions
 
     def take(self) -> dict[Work, Totals]:
-        """The work of each kind since the last call; waits for the device to have done it."""
+        """Return the work of each kind since the last call. Waits until the device has done it."""
         seconds = self.clock.seconds
         spans = {what: [(seconds(begin), seconds(end)) for begin, end, _ in all] for what, all in self.spans.items()}
-        sums = {what: Totals(sum(end - begin for begin, end in spans[what])) for what in spans}
+        totals = {what: Totals(sum(end - begin for begin, end in spans[what])) for what in spans}
         for what, marks in self.spans.items():
-            sums[what] = sum((done for *_, done in marks), start=sums[what])
-        self.stats.draft_seconds += sums["branch"].seconds
+            totals[what] = sum((done for *_, done in marks), start=totals[what])
+        self.stats.draft_seconds += totals["branch"].seconds
         self.stats.hidden_seconds += shared_time(spans["verify"], spans["branch"])
         self.spans = _no_spans()
-        return sums
+        return totals
 
 
 def _no_spans() -> dict[Work, list[tuple[Any, Any, Totals]]]:
-    """When each piece of work began and ended, and the forwards in it."""
+    """Return empty lists of (begin, end, forwards in between) for each kind of work."""
     return {"draft": [], "verify": [], "branch": []}
 
 
 def inherited_modes(device_type: str) -> Callable[[], AbstractContextManager[None]]:
-    """Gradient, inference and autocast modes belong to a thread; this takes the caller's to another."""
+    """Return a context that sets the caller's gradient, inference and autocast modes in another thread."""
     inference = torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
@@ -189,7 +190,7 @@ def inherited_modes(device_type: str) -> Callable[[], AbstractContextManager[Non
 
 
 def shared_time(first: list[Span], second: list[Span]) -> float:
-    """How long both lists of spans, each in order of time, are under way at once."""
+    """Return for how many seconds both lists of spans overlap. Each list is in order of time."""
     shared, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         shared += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))

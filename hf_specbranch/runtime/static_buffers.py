@@ -1,7 +1,7 @@
-"""Fixed memory and the stages that work on it.
+"""Static buffers, and the stages that run on them.
 
-A stage (draft a line, verify a chain, judge it) is a function without arguments or result that reads and writes the
-tensors of a desk. Where its shapes are fixed and it asks the device nothing, it can be captured as one CUDA graph.
+A stage (propose a draft, run the target, verify, branch) is a function without arguments or result that reads and
+writes the tensors of its buffers. If its shapes are static and it never syncs, it can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,66 +20,85 @@ _serials = count()
 
 
 class Buffers:
-    """Memory for one generation, and stages that run as they are.
+    """Holds the memory of one generation, and runs its stages eagerly.
 
     Args:
         device: where the memory is.
-        fixed: stages keep to shapes that do not depend on what the device has found, and ask it nothing. Without
-            that they may ask, and do only what is needed.
+        static_shapes: stages use shapes that do not depend on values on the device, and never sync. Without it they may
+            sync, and do only the work that is needed.
     """
 
     def __init__(self, device: torch.device, static_shapes: bool = False) -> None:
         self.device, self.static_shapes = device, static_shapes
-        self.serial = next(_serials)  # names this memory; never used again
+        self.serial = next(_serials)  # identifies this memory in keys of stages; never reused
         self.memory: dict[str, Tensor] = {}
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
-        """Zeros that stay where they are."""
+        """Return a tensor of zeros whose address does not change."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def keep(self, name: str, value: Tensor) -> Tensor:
-        """Copy a result of a stage to memory that stays where it is; `recall` finds it, after a replay too."""
+        """Copy a result of a stage to memory whose address does not change; `recall` returns it, after a replay too."""
         memory = self.memory.get(name)
         if memory is None:
             memory = self.memory.setdefault(name, torch.empty_like(value))
         return memory.copy_(value)
 
     def recall(self, name: str) -> Tensor:
-        """What was kept last under this name."""
+        """Return what was last kept under this name."""
         return self.memory[name]
 
     def generator(self, name: str, seed: int) -> torch.Generator:
-        """A source of randomness for stages."""
+        """Return a random number generator for stages, seeded again."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def run(self, key: Hashable, stage: Callable[[], None], only_our_kernels: bool = False) -> None:
-        """Do the work of a stage.
+        """Run a stage: eagerly here, as a captured CUDA graph in `StaticBuffers`.
+
+        A captured stage is replayed whenever its key comes again, and then its Python code does not run. So the key
+        must name everything that changes the launches or the addresses that they use:
+
+        - which stage it is;
+        - the number of slots shown, rounded up by `EagerRunner.bucket`;
+        - the tokens in the pass: queries, draft tokens, tree leaves, branches;
+        - what the stage decides in Python, such as whether a draft is new or there are features for a length head;
+        - other buffers that it reads, by their `serial`.
+
+        What holds for all stages of the buffers is not in the key but in the settings that the runner keeps the buffers
+        under (`EagerRunner.buffers`): rows, capacity, sampling, implementation, logits processors, the configuration of
+        the draft. Values in the tensors of the buffers need no key, because a replay reads them.
+
+        `GraphRunner` keeps the buffers of at most `MOST_BUFFERS` settings. It drops the captured stages of all of them
+        when the KV cache grows, because the cache moves.
 
         Args:
-            key: names everything about it that is not in the desk's memory.
-            stage: the work.
-            in_kernels: all that a stage does beyond filling memory that it owns is done by our kernels, so that it can
-                be rehearsed.
+            key: identifies the launches of the stage, as above.
+            stage: the work. It must not depend on anything that neither the key, the settings nor the buffers hold.
+            only_our_kernels: apart from filling memory that it owns, the stage computes with our kernels only. A dry
+                run can then find out which kernels it needs.
         """
         stage()
 
 
 class GraphMemory:
-    """Memory that graphs share, and the stream they are recorded on. They must never replay at the same time."""
+    """Holds the memory pool that CUDA graphs share, and the stream on which they are captured.
+
+    Graphs that share a pool must never replay at the same time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.captures = 0  # graphs recorded so far
+        self.captures = 0  # stages and forwards captured so far
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew once all graphs are gone: their memory went with the last of them."""
+        """Start a new pool once all graphs are gone: the old one was freed with the last of them."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(
         self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()
     ) -> list[torch.cuda.CUDAGraph]:
-        """What a stage launches, as graphs to be replayed in order."""
+        """Capture what a stage launches, as graphs to be replayed in order."""
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
@@ -101,8 +120,8 @@ class GraphMemory:
         return graphs
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """On the stream for recording, after what was launched before and ahead of what follows."""
+    def on_capture_stream(self) -> Iterator[None]:
+        """Inside the context, launch on the capture stream: after all earlier work, and before all later work."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -111,21 +130,22 @@ class GraphMemory:
 
 
 class StaticBuffers(Buffers):
-    """Memory that outlives a generation, and stages captured as CUDA graphs.
+    """Holds memory that outlives a generation, and captures stages as CUDA graphs.
 
-    A stage runs eagerly the first time and is recorded then; from the second time on it is one launch, or two.
+    The first time a key comes, its stage runs eagerly and is then captured. From the second time on it is replayed,
+    with one launch or two. See `Buffers.run` for what a key must name.
 
     Args:
         device: a CUDA device.
-        graph_memory: what the graphs of a model share.
-        rehearses: stages in kernels are rehearsed: what they need is built side by side before they first run.
+        graph_memory: the memory that the graphs of a model share.
+        builds_in_parallel: a dry run finds the kernels of a stage, which are built in parallel before it first runs.
     """
 
     def __init__(self, device: torch.device, graph_memory: GraphMemory, builds_in_parallel: bool = False) -> None:
         super().__init__(device, static_shapes=True)
         self.graph_memory, self.builds_in_parallel = graph_memory, builds_in_parallel
         self.generators: dict[str, torch.Generator] = {}
-        self.graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}  # of each stage, in order
+        self.graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}  # by key of the stage, in order
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         known = self.memory.get(name)
@@ -148,13 +168,14 @@ class StaticBuffers(Buffers):
 
     def _run_and_capture(self, stage: Callable[[], None], in_parallel: bool) -> list[torch.cuda.CUDAGraph]:
         self.graph_memory.captures += 1
-        with self.graph_memory.aside():
+        with self.graph_memory.on_capture_stream():
             if in_parallel:
                 self._dry_run_stage(stage)
-            stage()  # this time's work; recording does none
+            stage()  # the work of this call; capturing does none
             return self.graph_memory.record(stage, list(self.generators.values()))
 
     def _dry_run_stage(self, stage: Callable[[], None]) -> None:
+        """Build the kernels of a stage in parallel; a dry run advances generators, so they are reset."""
         states = [(generator, generator.get_state()) for generator in self.generators.values()]
         build_in_parallel(stage, self.device)
         for generator, state in states:
