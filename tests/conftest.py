@@ -22,13 +22,13 @@ def target():
 
 @pytest.fixture(scope="session")
 def draft(target):
-    """Agrees with the target often, not always."""
+    """A draft that agrees with the target often, not always."""
     return noisy_copy(target, noise=0.25, seed=1)
 
 
 @pytest.fixture
-def fixed_stages(monkeypatch):
-    """Stages of fixed shape, as where they are captured; here they run as they are."""
+def static_stages(monkeypatch):
+    """Static shapes in all stages, as where they are captured; here the stages run eagerly."""
     monkeypatch.setattr(EagerRunner, "captures", True)
     monkeypatch.setattr(EagerRunner, "buffers", lambda self, settings: Buffers(self.device, static_shapes=True))
 

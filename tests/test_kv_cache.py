@@ -1,4 +1,4 @@
-"""The prefix is stored once; branches add only their own tokens."""
+"""The KV cache stores the prefix once; branches add only their own tokens."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def keys(rows=1, heads=2, count=3, size=4, seed=0):
 
 @pytest.fixture
 def slots_written(monkeypatch):
-    """For every draft forward: (columns of committed text and chain, highest slot written + 1)."""
+    """For every forward: (model, slots written [B, Q], visible slots [B, Q, S])."""
     written = []
     forward = EagerRunner.forward
 
@@ -52,7 +52,7 @@ def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, sl
         assert max(points) > gamma  # it did fork
 
 
-def test_a_query_never_sees_a_slot_of_another_branch(target, stranger, slots_written):
+def test_branches_do_not_see_each_other(target, stranger, slots_written):
     settings = config("specbranch", gamma=3, k=4, epsilon=0.9, overlap=False)
     model = attached(target)
     model.generate(**prompt(), max_new_tokens=30, do_sample=False, assistant_model=stranger, specbranch=settings)
@@ -65,7 +65,7 @@ def test_a_query_never_sees_a_slot_of_another_branch(target, stranger, slots_wri
             assert not visible[0, query, side_branches].any()
 
 
-def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatch):
+def test_prefix_is_stored_once(target, stranger, monkeypatch):
     from hf_specbranch.decoding.drafter import Drafter
 
     drafters, prefill = [], Drafter.prefill
@@ -84,7 +84,7 @@ def test_the_prefix_is_stored_once_for_all_branches(target, stranger, monkeypatc
     assert layer.keys.shape[2] == BUCKET  # 100 + 30 + 4 * 4 slots fit the first bucket
 
 
-def test_moving_reads_before_it_writes():
+def test_move_reads_before_it_writes():
     cache = SlotCache()
     states = keys(count=6)
     cache.update(states, states, 0)
@@ -92,7 +92,7 @@ def test_moving_reads_before_it_writes():
     assert torch.equal(cache.layers[0].keys[:, :, 3:6], states[:, :, 2:5])
 
 
-def test_growing_keeps_what_is_stored():
+def test_growing_keeps_entries():
     cache = SlotCache()
     states = keys(count=5)
     cache.update(states, states, 0)
@@ -101,7 +101,7 @@ def test_growing_keeps_what_is_stored():
     assert torch.equal(cache.layers[0].keys[:, :, :5], states)
 
 
-def test_a_text_longer_than_a_bucket_is_generated_right():
+def test_text_longer_than_a_bucket():
     target = llama(seed=0, max_position_embeddings=1024)
     draft = llama(seed=0, max_position_embeddings=1024)
     inputs = prompt(2, length=BUCKET - 10)

@@ -1,4 +1,4 @@
-"""Whether a model obeys masks is found by trying. Rounding is no fault; every planted fault is found."""
+"""The mask probe accepts rounding and finds every planted fault."""
 
 import copy
 
@@ -20,16 +20,16 @@ def deep(dtype, layers=12):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_in_deep_models_is_no_fault(dtype):
-    """In bfloat16 single logits differ between two ordinary runs by more than a tenth of their spread."""
+def test_rounding_is_accepted(dtype):
+    """In bfloat16, logits of two ordinary runs may differ by more than a tenth of their standard deviation."""
     model = llama(seed=0, vocabulary=4000, hidden=48, layers=32, sharpness=1.0)
     for parameter in model.model.layers.parameters():
         parameter.data.mul_(4.0 if parameter.ndim == 2 else 1.0)
     mask_maker_for(model.to(dtype), "target")
 
 
-class Disobedient(LlamaForCausalLM):
-    """Sees everything that is cached, in passes over one token or in passes over several."""
+class IgnoresMasks(LlamaForCausalLM):
+    """Attends to the whole cache, in passes over one token or in passes over several."""
 
     blind_alone = None
 
@@ -41,9 +41,9 @@ class Disobedient(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("blind_alone", [True, False])
-def test_a_mask_ignored_in_one_kind_of_pass_is_noticed(blind_alone):
-    model = llama(seed=0, num_hidden_layers=1)  # or what went wrong would show in later passes too
-    model.__class__ = Disobedient
+def test_mask_ignored_in_one_kind_of_pass(blind_alone):
+    model = llama(seed=0, num_hidden_layers=1)  # with more layers the fault would show in later passes too
+    model.__class__ = IgnoresMasks
     mask_maker_for(model, "target")
     another = copy.deepcopy(model)
     another.blind_alone = blind_alone
@@ -52,7 +52,7 @@ def test_a_mask_ignored_in_one_kind_of_pass_is_noticed(blind_alone):
 
 
 def change_masks(attention, change):
-    """Let one attention module change the masks it is given."""
+    """Make one attention module change the masks that it is given."""
     forward = attention.forward
 
     def changed(hidden_states, position_embeddings, attention_mask, **kwargs):
@@ -67,15 +67,15 @@ def sees_all(mask):
     return torch.ones_like(mask)
 
 
-def obeys_the_first_slots_only(mask):
+def obeys_first_slots_only(mask):
     mask = mask.clone()
     mask[..., 40:] = True
     return mask
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", [sees_all, obeys_the_first_slots_only])
-def test_one_layer_of_many_that_sees_too_much_is_noticed(change, dtype):
+@pytest.mark.parametrize("change", [sees_all, obeys_first_slots_only])
+def test_one_layer_that_sees_too_much(change, dtype):
     model = deep(dtype)
     change_masks(model.model.layers[9].self_attn, change)
     with pytest.raises(ValueError, match=f"{REFUSED}.*depends on tokens that the mask hides"):
@@ -83,7 +83,7 @@ def test_one_layer_of_many_that_sees_too_much_is_noticed(change, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_layer_with_a_window_by_index_is_noticed(dtype):
+def test_one_layer_with_a_window_by_index(dtype):
     model = deep(dtype)
 
     def within_window(mask):
@@ -95,7 +95,7 @@ def test_one_layer_with_a_window_by_index_is_noticed(dtype):
         mask_maker_for(model, "target")
 
 
-def test_a_window_longer_than_the_usual_trial_is_noticed():
+def test_window_longer_than_the_default_probe():
     model = llama(seed=0)
     model.config.local_window = 1000
 
@@ -108,7 +108,7 @@ def test_a_window_longer_than_the_usual_trial_is_noticed():
 
 
 class CountsPositions(LlamaForCausalLM):
-    """Takes a token's position from the length of the cache, whatever it is told."""
+    """Takes positions from the length of the cache and ignores `position_ids`."""
 
     def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -117,14 +117,14 @@ class CountsPositions(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_by_index_are_noticed(dtype):
+def test_positions_by_index(dtype):
     model = llama(seed=0, hidden=128).to(dtype)
     model.__class__ = CountsPositions
     with pytest.raises(ValueError, match=f"{REFUSED}.*times as much as two ordinary runs"):
         mask_maker_for(model, "target")
 
 
-def test_a_cache_that_changes_the_logits_is_noticed():
+def test_cache_that_changes_the_logits():
     model = llama(seed=0)
     forward = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids - position_ids.min())
@@ -132,7 +132,7 @@ def test_a_cache_that_changes_the_logits_is_noticed():
         mask_maker_for(model, "target")
 
 
-def test_layers_without_effect_are_no_fault():
+def test_layers_without_effect_are_accepted():
     """Their queries depend on no slot at all."""
     model = llama(seed=0)
     model.model.layers[0].self_attn.o_proj.weight.data.zero_()
@@ -141,7 +141,7 @@ def test_layers_without_effect_are_no_fault():
 
 @pytest.mark.compat
 def test_gpt_neo_is_refused():
-    """Its local attention goes by index, so that a window of 256 slots is wrong where rows roll back differently."""
+    """Its local attention goes by index, so a window of 256 slots is wrong when rows roll back differently."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=48, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
     model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, window_size=256, max_position_embeddings=1024)).eval()
@@ -149,21 +149,21 @@ def test_gpt_neo_is_refused():
         mask_maker_for(model, "target")
 
 
-def test_weights_that_are_not_finite_are_named():
+def test_non_finite_weights_are_reported():
     model = llama(seed=0)
     model.model.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
     with pytest.raises(ValueError, match=r"the draft LlamaForCausalLM computes logits that are not finite.*weights"):
         mask_maker_for(model, "draft")
 
 
-def test_a_model_that_fails_by_itself_is_named_with_its_error():
+def test_failing_model_is_reported():
     model = llama(seed=0)
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(3, 32)
     with pytest.raises(ValueError, match=r"fails on an ordinary pass.*RuntimeError: mat1 and mat2.*check its config"):
         mask_maker_for(model, "target")
 
 
-def test_a_model_that_fails_with_a_cache_is_named_with_its_error():
+def test_model_that_fails_with_a_cache_is_reported():
     model = llama(seed=0)
     model.model.layers[1].self_attn.layer_idx = None
     with pytest.raises(ValueError, match=r"a cache that is addressed by slot \(TypeError: .*check its config"):
@@ -171,7 +171,7 @@ def test_a_model_that_fails_with_a_cache_is_named_with_its_error():
 
 
 @pytest.mark.compat
-def test_router_losses_are_left_out():
+def test_router_losses_are_switched_off():
     torch.manual_seed(0)
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
     settings = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, output_router_logits=True)

@@ -63,7 +63,7 @@ def test_recorded_outputs_are_those_with_token_types():
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), atol=1e-3, rtol=1e-3)
 
 
-def test_stages_are_not_captured_with_arguments_of_the_call(fixed_stages):
+def test_stages_are_not_captured_with_arguments_of_the_call(static_stages):
     target = make(TYPED["gpt2"])
     model, draft = attached(target), noisy_copy(target, 0.05, seed=1)
     kwargs = {**prompt(), "token_type_ids": torch.full((1, 7), 3), "max_new_tokens": 12, "do_sample": False}

@@ -1,4 +1,4 @@
-"""What `runtime/module_walk.py` finds is what torch finds."""
+"""`runtime/model_walk.py` finds the modules, parameters and buffers that torch finds."""
 
 import pytest
 from torch import nn
@@ -9,14 +9,14 @@ from .families import make
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
-def test_a_model_is_gone_through_as_torch_does(family):
+def test_finds_what_torch_finds(family):
     model = make(family)
     assert every_module(model) == list(model.modules())
     assert {id(each) for each in every_parameter(model)} == {id(each) for each in model.parameters()}
     assert {id(each) for each in every_buffer(model)} == {id(each) for each in model.buffers()}
 
 
-def test_what_is_shared_is_met_once_and_what_is_left_empty_not_at_all():
+def test_shared_and_empty_modules():
     shared = nn.Linear(2, 2, bias=False)
     model = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
     model.register_module("empty", None)

@@ -54,7 +54,7 @@ def test_sampling_raises(name, policy, target, model, draft):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_sampling_raises_where_stages_are_fixed(policy, model, draft, fixed_stages):
+def test_sampling_raises_where_stages_are_fixed(policy, model, draft, static_stages):
     kwargs = {**prompt(), "max_new_tokens": 12, "do_sample": True, "pad_token_id": PAD, **MASKED["nothing but ends"](1)}
     with pytest.raises(RuntimeError, match="no token can be drawn for row 0 at new token 0"):
         model.generate(**kwargs, assistant_model=draft, specbranch=config(policy))

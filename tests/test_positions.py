@@ -1,4 +1,4 @@
-"""Models that have learned a table of positions: drafts may reach behind its end, texts may not."""
+"""Models with a learned table of positions: drafts may reach beyond its end, texts may not."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def target(request):
     model = request.param()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2.0)  # texts that vary
+            parameter.mul_(2.0)  # varied texts
     return model.eval()
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "fixed"])
+@pytest.fixture(params=[False, True], ids=["eager", "static"])
 def stages(request):
     if request.param:
-        request.getfixturevalue("fixed_stages")
+        request.getfixturevalue("static_stages")
 
 
 def run(length, more, rows=1, padding=0):
@@ -62,8 +62,8 @@ class EndsAt(StoppingCriteria):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), pytest.param(2, 5, marks=pytest.mark.slow)])
-def test_a_text_may_end_at_the_last_position_learned_whatever_was_drafted(rows, padding, policy, target, stages):
-    """Plain `generate()` gives one token behind the last position, and may be asked for more if it ends there."""
+def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages):
+    """Plain `generate()` returns one token after the last position; a text that ends there may be given more room."""
     draft, settings = noisy_copy(target, noise=0.05, seed=1), config(policy, gamma=6, epsilon=0.0)
     for length in (LEARNED + padding + 1, LEARNED + padding - 2):
         kwargs = run(24, 90, rows, padding) | {"eos_token_id": None, "stopping_criteria": [EndsAt(length)]}
@@ -73,7 +73,7 @@ def test_a_text_may_end_at_the_last_position_learned_whatever_was_drafted(rows, 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_text_that_goes_on_is_refused(policy, target, stages):
+def test_longer_text_is_refused(policy, target, stages):
     kwargs = run(24, 90) | {"eos_token_id": None}
     with pytest.raises(IndexError):
         target.generate(**kwargs)
@@ -83,8 +83,8 @@ def test_a_text_that_goes_on_is_refused(policy, target, stages):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_plan_may_be_chosen_where_the_text_outgrows_the_draft(do_sample, target, stages):
-    """The planner lets the draft read the end of the text, in as many positions as it has learned."""
+def test_auto_policy_when_the_text_outgrows_the_draft(do_sample, target, stages):
+    """The planner lets the draft read the end of the text, as much as its positions allow."""
     large, draft = llama(seed=0), target
     kwargs = run(24, 100) | {"eos_token_id": None, "do_sample": do_sample}
     ours = attached(large).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig(policy="auto"))
@@ -92,12 +92,12 @@ def test_a_plan_may_be_chosen_where_the_text_outgrows_the_draft(do_sample, targe
     assert do_sample or torch.equal(ours, large.generate(**kwargs))
 
 
-def test_the_end_of_a_long_text_is_read(target):
+def test_agreement_reads_the_end_of_a_long_text(target):
     text = torch.randint(3, VOCABULARY, (1, 3 * LEARNED))
     agreement = read_agreement(target, text, prompt_length=2 * LEARNED)
     expected = target(text[:, -LEARNED:]).logits[0, :-1].softmax(-1).amax(-1)
     torch.testing.assert_close(torch.tensor(agreement.confidence), expected)
 
 
-def test_rotary_models_have_learned_none():
+def test_rotary_models_have_no_learned_positions():
     assert [learned_positions(make(family)) for family in ("llama", "gemma3", "gpt-neox", "falcon")] == [None] * 4

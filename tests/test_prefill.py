@@ -1,4 +1,4 @@
-"""Where stages are captured, short prompts are read through a replay: the text is what it is without."""
+"""Where stages are captured, a replay prefills short prompts. The output stays the same."""
 
 import copy
 
@@ -25,24 +25,24 @@ ROOM = 640  # positions of the models here
 
 
 @pytest.fixture
-def fixed_stages(fixed_stages, monkeypatch):
-    """And as much room in caches as there."""
+def static_stages(static_stages, monkeypatch):
+    """Static stages, and as much room in the KV cache as where they are captured."""
     reserve = EagerRunner.reserve
     monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, round_up(slots)))
 
 
 @pytest.fixture
-def read(monkeypatch, fixed_stages):
-    """The lengths of prompts that a target has read so (with shorter steps than usual), as they come."""
+def read(monkeypatch, static_stages):
+    """The lengths of prompts that a target has prefilled through a captured pass, in order, with shorter steps."""
     monkeypatch.setattr(prefill, "STEP", 64)
     monkeypatch.setattr(prefill, "MOST", 512)
     lengths, original = [], target_module.prefill_captured
 
-    def look_on(runner, tokens, positions):
+    def observer(runner, tokens, positions):
         lengths.append(tokens.shape[1])
         return original(runner, tokens, positions)
 
-    monkeypatch.setattr(target_module, "prefill_captured", look_on)
+    monkeypatch.setattr(target_module, "prefill_captured", observer)
     return lengths
 
 
@@ -68,14 +68,14 @@ def sharpened(model):
     return model.eval()
 
 
-def test_such_passes_are_captured_and_have_room():
+def test_sizes_allow_capture():
     assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= SPARE_SLOTS
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 512, 513])
 def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
-    """Short prompts are read so; all rows together are not to take longer to compute than to launch."""
+    """Only short prompts take the captured path. The limit counts all rows."""
     target, draft = pair
     kwargs = run(tokens(length, rows))
     model = attached(target)
@@ -86,7 +86,7 @@ def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_goes_on_from_a_prompt_read_so(policy, read, pair):
+def test_every_policy_continues_after_captured_prefill(policy, read, pair):
     target, draft = pair
     kwargs = run(tokens(70, rows=2), max_new_tokens=40, eos_token_id=[EOS, *range(10, 14)])
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(policy, tree_leaves=3))
@@ -94,7 +94,7 @@ def test_every_policy_goes_on_from_a_prompt_read_so(policy, read, pair):
 
 
 @pytest.mark.parametrize("length", [3, 100])
-def test_keys_and_values_are_those_of_the_models_own_reading(length, read, pair):
+def test_keys_and_values_equal_ordinary_prefill(length, read, pair):
     target, draft = pair
     kwargs = run(tokens(length, rows=2), return_dict_in_generate=True, min_new_tokens=12)
     ours = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config(gamma=2, tree_leaves=2))
@@ -106,7 +106,7 @@ def test_keys_and_values_are_those_of_the_models_own_reading(length, read, pair)
 
 
 @pytest.mark.parametrize("length", [5, 65, 130])
-def test_a_sliding_window_slides_over_such_a_prompt(length, read):
+def test_sliding_window(length, read):
     torch.manual_seed(0)
     settings = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -119,8 +119,8 @@ def test_a_sliding_window_slides_over_such_a_prompt(length, read):
 
 
 @pytest.mark.parametrize(("length", "most"), [(65, 35), (98, 2), (70, 400)])
-def test_filling_does_not_leave_the_positions_a_model_has_learned(length, most, read):
-    """Nor where more tokens may be asked for than it has positions: the text may end earlier, and here it does."""
+def test_padding_stays_within_learned_positions(length, most, read):
+    """Also if `max_new_tokens` exceeds the positions: the text may end earlier, and here it does."""
     torch.manual_seed(0)
     settings = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=100)
     target = sharpened(GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=EOS, bos_token_id=1, pad_token_id=PAD)))
@@ -131,26 +131,26 @@ def test_filling_does_not_leave_the_positions_a_model_has_learned(length, most, 
     assert torch.equal(out, target.generate(**kwargs)) and out.shape[1] <= 100 and read == [length]
 
 
-class Talkative(LlamaForCausalLM):
-    """Gives logits behind every token, whatever it is asked for."""
+class AllLogits(LlamaForCausalLM):
+    """Returns logits after every token, and has no `logits_to_keep`."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
 
 
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, Talkative])
-def test_no_logits_are_made_but_the_last_where_the_model_can_leave_them_out(kind, read, pair, monkeypatch):
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, AllLogits])
+def test_only_last_logits_are_computed(kind, read, pair, monkeypatch):
     target, draft = (copy.deepcopy(model) for model in pair)
     target.__class__ = draft.__class__ = kind
     shapes, forward = [], EagerRunner.forward
 
-    def look_on(self, tokens, *args, **kwargs):
+    def observer(self, tokens, *args, **kwargs):
         step = forward(self, tokens, *args, **kwargs)
         if tokens.shape[1] == 128:
             shapes.append(step.logits.shape)
         return step
 
-    monkeypatch.setattr(EagerRunner, "forward", look_on)
+    monkeypatch.setattr(EagerRunner, "forward", observer)
     kwargs = run(tokens(100))
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config("vanilla"))
     assert torch.equal(out, pair[0].generate(**kwargs)) and read == [100]
@@ -158,11 +158,11 @@ def test_no_logits_are_made_but_the_last_where_the_model_can_leave_them_out(kind
 
 
 @pytest.mark.parametrize("length", [1, 40, 64])
-def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair):
+def test_reading_in_spare_slots_keeps_the_cache(length, read, pair):
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-    prefill.prefill_captured(runner, text, torch.arange(200)[None])  # what fills it up has no positions of its own
+    prefill.prefill_captured(runner, text, torch.arange(200)[None])  # padding has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
     other = tokens(length)
@@ -177,30 +177,30 @@ def test_a_text_is_read_aside_without_touching_what_is_in_use(length, read, pair
     assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
 
 
-def test_the_planner_reads_texts_aside_where_stages_are_captured(pair, fixed_stages, monkeypatch):
-    """And learns what it learns otherwise."""
+def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
+    """The planner finds the same agreement there as with an ordinary pass of the draft."""
     target, draft = pair
     reserve = EagerRunner.reserve
     monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, max(slots, 1024)))
     found, agreements = [], Assembly.agreements
 
-    def look_on(self, text):
+    def observer(self, text):
         found.extend(agreements(self, text))
-        self.fixed = False
+        self.static_shapes = False
         assert agreements(self, text)[0].rank == found[-1].rank
-        self.fixed = True
+        self.static_shapes = True
         return found[-1:]
 
-    monkeypatch.setattr(Assembly, "agreements", look_on)
-    aside = []
+    monkeypatch.setattr(Assembly, "agreements", observer)
+    texts = []
     monkeypatch.setattr(
         assembly_module,
         "read_in_spare_slots",
-        lambda runner, text: (aside.append(text), prefill.read_in_spare_slots(runner, text))[1],
+        lambda runner, text: (texts.append(text), prefill.read_in_spare_slots(runner, text))[1],
     )
     kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
-    assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(aside) > 0
+    assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(texts) > 0
 
 
 def test_samples_follow_the_targets_distribution(read, monkeypatch):
@@ -212,8 +212,8 @@ def test_samples_follow_the_targets_distribution(read, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_chat_goes_on_from_its_cache(whole, read, pair):
-    """The first turn is read so; the others begin behind what is cached, whether or not that is passed again."""
+def test_chat_continues_from_cache(whole, read, pair):
+    """The first turn takes the captured path. Later turns start after the cached text, passed again or not."""
     target, draft = pair
     texts = []
     for speaker, extra in ((target, {}), (attached(target), {"assistant_model": draft, "specbranch": config()})):
@@ -232,7 +232,7 @@ def embedded(target, ids):
     return {"input_ids": ids[:, :0], "inputs_embeds": target.get_input_embeddings()(ids)}
 
 
-def embedded_beside_its_tokens(target, ids):
+def embedded_with_tokens(target, ids):
     return {"inputs_embeds": target.get_input_embeddings()(ids.flip(1))}
 
 
@@ -254,11 +254,11 @@ def stretched(target, ids):
     return {"position_ids": positions}
 
 
-SPECIAL = (embedded, embedded_beside_its_tokens, padded, hidden_in_part, shifted, stretched)
+SPECIAL = (embedded, embedded_with_tokens, padded, hidden_in_part, shifted, stretched)
 
 
 @pytest.mark.parametrize("special", SPECIAL, ids=lambda special: special.__name__)
-def test_a_prompt_that_is_more_than_tokens_takes_the_models_own_path(special, read, pair):
+def test_special_prompts_take_the_ordinary_path(special, read, pair):
     target, draft = pair
     ids = tokens(70)
     kwargs = run(ids) | special(target, ids)
@@ -266,8 +266,8 @@ def test_a_prompt_that_is_more_than_tokens_takes_the_models_own_path(special, re
     assert torch.equal(out, target.generate(**kwargs)) and not read
 
 
-class Whispering(LlamaForCausalLM):
-    """Does something to a prompt before it is read."""
+class FlipsPrompts(LlamaForCausalLM):
+    """Changes a prompt before it is read."""
 
     def prepare_inputs_for_generation(self, input_ids, *args, is_first_iteration=False, **kwargs):
         inputs = super().prepare_inputs_for_generation(
@@ -278,9 +278,9 @@ class Whispering(LlamaForCausalLM):
         return inputs
 
 
-def test_a_model_that_prepares_prompts_in_its_own_way_does_so(read, pair):
+def test_custom_prompt_preparation_is_kept(read, pair):
     target, draft = copy.deepcopy(pair[0]), pair[1]
-    target.__class__ = Whispering
+    target.__class__ = FlipsPrompts
     kwargs = run(tokens(70))
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=config())
     assert torch.equal(out, target.generate(**kwargs)) and not read
@@ -288,7 +288,7 @@ def test_a_model_that_prepares_prompts_in_its_own_way_does_so(read, pair):
 
 @pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])
 @pytest.mark.gpu
-def test_a_prompt_is_read_with_one_replay(policy, pair, monkeypatch):
+def test_prefill_is_one_replay(policy, pair, monkeypatch):
     target, draft = (copy.deepcopy(model).to("cuda") for model in pair)
     model, replays = specbranch(copy.deepcopy(target)), []
     replay, prefill = torch.cuda.CUDAGraph.replay, Target.prefill
@@ -297,14 +297,14 @@ def test_a_prompt_is_read_with_one_replay(policy, pair, monkeypatch):
         replays.append(1)
         replay(graph)
 
-    def then_stop_counting(self):
+    def counting_prefill(self):
         replays.clear()
         step = prefill(self)
         counts.append(len(replays))
         return step
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", count)
-    monkeypatch.setattr(Target, "prefill", then_stop_counting)
+    monkeypatch.setattr(Target, "prefill", counting_prefill)
     for kernels in (False, True):
         counts = []
         for length in (100, 100, 300, 590, 30):
@@ -312,5 +312,5 @@ def test_a_prompt_is_read_with_one_replay(policy, pair, monkeypatch):
             settings = config(policy, runtime="graph", kernels=kernels)
             got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
             assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
-        pieces = 2 if kernels else 1  # see `kernels.forwards.split_graph`
-        assert counts == [pieces] * 5
+        graphs = 2 if kernels else 1  # see `kernels.forwards.split_graph`
+        assert counts == [graphs] * 5

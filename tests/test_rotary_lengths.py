@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the length of the text: every token has the frequencies plain decoding gives it."""
+"""Length-dependent rotary embeddings: every token gets the frequencies that plain decoding gives it."""
 
 import copy
 
@@ -64,7 +64,7 @@ def make(name):
 @pytest.mark.parametrize("policy", ["autoregressive", "vanilla", pytest.param("specbranch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_texts_that_cross_the_border_are_those_of_plain_generate(name, rows, policy):
+def test_crossing_the_limit_equals_plain_generate(name, rows, policy):
     target = make(name)
     draft = noisy_copy(target, noise=0.05, seed=1)
     model = attached(target)
@@ -78,15 +78,15 @@ def test_texts_that_cross_the_border_are_those_of_plain_generate(name, rows, pol
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_branches_that_cross_the_border(name):
+def test_branches_cross_the_limit(name):
     target = make(name)
     arguments = dict(**prompt(2, length=15, vocabulary=VOCABULARY, seed=1), max_new_tokens=20, do_sample=False)
     got = attached(target).generate(**arguments, assistant_model=noisy_copy(target, noise=0.05, seed=1))
     assert torch.equal(got, target.generate(**arguments))
 
 
-def test_the_border_matters():
-    """Or the tests above could not fail: other frequencies after the border give another text."""
+def test_the_limit_matters():
+    """Shows that the tests above can fail: other frequencies after the limit give another text."""
     target = make("llama-longrope")
     other = copy.deepcopy(target)
     other.config.rope_parameters["original_max_position_embeddings"] = 1000
@@ -95,7 +95,7 @@ def test_the_border_matters():
     assert torch.equal(one[:ORIGINAL], two[:ORIGINAL]) and not torch.equal(one, two)
 
 
-def test_rows_that_end_before_the_border_stay_as_they_are():
+def test_rows_that_end_before_the_limit():
     target = make("phi3-longrope")
     model, draft = attached(target), noisy_copy(target, noise=0.05, seed=1)
     inputs = prompt(4, length=9, vocabulary=VOCABULARY, seed=3)
@@ -106,7 +106,7 @@ def test_rows_that_end_before_the_border_stay_as_they_are():
         assert model.specbranch_stats is not None
 
 
-def test_a_text_read_again_falls_back_where_it_must(caplog):
+def test_fallback_when_the_model_drops_its_cache(caplog):
     target = make("phi3-longrope")
     model, draft = attached(target), noisy_copy(target, noise=0.05, seed=1)
     inputs = prompt(2, length=9, vocabulary=VOCABULARY, seed=3)
@@ -121,7 +121,7 @@ def test_a_text_read_again_falls_back_where_it_must(caplog):
     assert len(said) == 1
 
 
-def test_streamers_get_each_token_once_across_the_border():
+def test_streamer_gets_each_token_once():
     class Keeps:
         def __init__(self):
             self.tokens, self.ends = [], 0

@@ -1,4 +1,4 @@
-"""Which runner a model gets, and when captured graphs no longer fit it."""
+"""Which runner a model gets, and when its captured graphs are discarded."""
 
 import copy
 import gc
@@ -24,14 +24,14 @@ def test_graphs_are_refused_on_the_cpu(target, draft):
         )
 
 
-def test_a_model_on_the_cpu_runs_eagerly(target):
+def test_cpu_models_run_eagerly(target):
     assert why_not_captured(target) == "it is not on a CUDA device"
 
 
-def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target):
+def test_only_foreign_hooks_prevent_capture(target):
     model = copy.deepcopy(target)
     model(input_ids=torch.tensor([[3, 4]]), output_hidden_states=True)
-    assert any(module._forward_hooks for module in model.modules())  # transformers' own, for good
+    assert any(module._forward_hooks for module in model.modules())  # transformers' own, which stay
     assert not any(_has_foreign_hooks(module) for module in model.modules())
     model.model.layers[0].register_forward_hook(lambda *_: None)
     assert any(_has_foreign_hooks(module) for module in model.modules())
@@ -45,8 +45,8 @@ def test_hooks_of_a_user_prevent_capture_and_those_of_transformers_do_not(target
         ("graph", True, "fused", "fused"),
     ],
 )
-def test_the_user_decides_whether_our_kernels_run(runtime, kernels, half, single, target, monkeypatch):
-    """On a machine that seems to have a GPU; nothing is captured."""
+def test_kernels_setting_chooses_layers(runtime, kernels, half, single, target, monkeypatch):
+    """As if there were a GPU; nothing is captured."""
     monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
     monkeypatch.setattr(cuda_graph, "why_it_syncs", lambda *_: "")
     for dtype, layers in ((torch.bfloat16, half), (torch.float32, single)):
@@ -61,7 +61,7 @@ def test_sizes_are_powers_of_two(slots, size):
     assert round_up(slots) == size
 
 
-def test_the_fingerprint_notices_what_a_graph_has_baked_in(target):
+def test_fingerprint_covers_what_a_graph_bakes_in(target):
     model = copy.deepcopy(target)
     before = fingerprint(model)
     assert fingerprint(model) == before
@@ -75,7 +75,7 @@ def test_the_fingerprint_notices_what_a_graph_has_baked_in(target):
     assert fingerprint(model) != before
 
 
-def test_the_fingerprint_notices_attention_and_precision(target):
+def test_fingerprint_covers_attention_and_modes(target):
     model = copy.deepcopy(target)
     before = fingerprint(model)
     model.set_attn_implementation("eager")
@@ -86,7 +86,7 @@ def test_the_fingerprint_notices_attention_and_precision(target):
         assert fingerprint(model) != before
 
 
-def test_a_runner_waits_for_the_models_next_generation(target):
+def test_runner_is_reused(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
     first = cuda_graph.take(model, masks, rows=1)
@@ -94,12 +94,12 @@ def test_a_runner_waits_for_the_models_next_generation(target):
     cuda_graph.give_back(first, rows=1)
     again = cuda_graph.take(model, masks, rows=1)
     assert again is first and again.model is model
-    assert again.cache.get_seq_length() == 0  # nothing of the last text is left to see
+    assert again.cache.get_seq_length() == 0  # nothing of the last text is visible
     cuda_graph.give_back(again, rows=1)
     assert cuda_graph.take(model, masks, rows=2) is not first
 
 
-def test_a_runner_whose_model_has_changed_is_not_used_again(target):
+def test_runner_of_a_changed_model_is_not_reused(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
     runner = cuda_graph.take(model, masks, rows=1)
@@ -108,8 +108,8 @@ def test_a_runner_whose_model_has_changed_is_not_used_again(target):
     assert cuda_graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
 
 
-def test_what_is_kept_goes_with_the_model_or_on_request(target):
-    for goes in (True, False):
+def test_idle_runner_is_freed_with_the_model_or_on_detach(target):
+    for with_model in (True, False):
         model = copy.deepcopy(target)
         runner = cuda_graph.take(model, mask_maker_for(model, "target"), rows=1)
         cuda_graph.give_back(runner, rows=1)
@@ -117,7 +117,7 @@ def test_what_is_kept_goes_with_the_model_or_on_request(target):
         del runner
         gc.collect()
         assert kept() is not None
-        if goes:
+        if with_model:
             del model
             gc.collect()
         else:
@@ -127,15 +127,15 @@ def test_what_is_kept_goes_with_the_model_or_on_request(target):
         assert kept() is None
 
 
-@pytest.mark.parametrize(("waits", "modes"), [("never", 1), ("once", 3), ("always", 3)])
-def test_a_model_that_waits_once_is_asked_again(waits, modes, target, monkeypatch, caplog):
-    """What is set up on first use may wait for the device, and is let; what waits every time is not captured."""
+@pytest.mark.parametrize(("syncs", "modes"), [("never", 1), ("once", 3), ("always", 3)])
+def test_sync_on_first_use_is_allowed(syncs, modes, target, monkeypatch, caplog):
+    """Initialisation on first use may sync. A model that syncs every time is not captured."""
     model, masks = copy.deepcopy(target), mask_maker_for(target, "target")
-    asked, mode, done = [], ["default"], []
+    tried, mode, done = [], ["default"], []
 
     def forward(*_):
-        asked.append(mode[-1])
-        if waits == "always" or (waits == "once" and not done):
+        tried.append(mode[-1])
+        if syncs == "always" or (syncs == "once" and not done):
             if mode[-1] == "error":
                 raise RuntimeError("called a synchronizing CUDA operation\nsomewhere")
             done.append(True)
@@ -144,6 +144,6 @@ def test_a_model_that_waits_once_is_asked_again(waits, modes, target, monkeypatc
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     monkeypatch.setattr(EagerRunner, "forward", forward)
     reason = cuda_graph.why_it_syncs(model, masks)
-    assert asked == ["error", "default", "error"][:modes] and mode[-1] == "default"
-    assert bool(reason) == (waits == "always") == ("runs eagerly" in caplog.text)
-    assert cuda_graph.why_it_syncs(model, masks) == reason and len(asked) == modes
+    assert tried == ["error", "default", "error"][:modes] and mode[-1] == "default"
+    assert bool(reason) == (syncs == "always") == ("runs eagerly" in caplog.text)
+    assert cuda_graph.why_it_syncs(model, masks) == reason and len(tried) == modes

@@ -1,4 +1,4 @@
-"""Stages of fixed shape, as they are captured in CUDA graphs, run as they are: the same tokens, the same counts."""
+"""Stages with static shapes, as CUDA graphs capture them, run eagerly: the same tokens and counts as without."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from hf_specbranch.stats import SpecBranchStats
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
-pytestmark = pytest.mark.usefixtures("fixed_stages")
+pytestmark = pytest.mark.usefixtures("static_stages")
 
 
 def both(model, draft, monkeypatch, **kwargs):
-    """The outputs and statistics with fixed stages and without."""
+    """Return the outputs and statistics with static shapes and without."""
     static_shapes = model.generate(**kwargs, assistant_model=draft), model.specbranch_stats
     assert not model.specbranch_stats.slowed_by
     with monkeypatch.context() as patch:
@@ -39,7 +39,7 @@ COUNTS = (
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, draft, monkeypatch):
+def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
     for gamma, epsilon, rejection_branches, tree_leaves in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
@@ -54,8 +54,8 @@ def test_tokens_and_counts_are_those_of_stages_that_ask(policy, rows, target, dr
 
 
 @pytest.mark.parametrize("length", [32, 33, 70])
-def test_a_text_that_fills_a_pass_is_the_text_the_model_reads(length, draft):
-    """Keys and values are those of the whole text read by the model itself."""
+def test_prefill_equals_ordinary_prefill(length, draft):
+    """Keys and values equal those of the model's own pass over the whole text."""
     tokens = prompt(length=length)["input_ids"]
     caches = []
     for static_shapes in (True, False):
@@ -70,14 +70,14 @@ def test_a_text_that_fills_a_pass_is_the_text_the_model_reads(length, draft):
     assert caches[0][..., length - 1, :].abs().sum() > 0
 
 
-def test_a_round_that_was_begun_in_vain_counts_nowhere():
-    stats, place = SpecBranchStats(), torch.device("cpu")
-    with Overlap(place, place, stats, enabled=False) as overlap:
-        for gone in (1, 2):
+def test_discarded_round_is_not_counted():
+    stats, device = SpecBranchStats(), torch.device("cpu")
+    with Overlap(device, device, stats, enabled=False) as overlap:
+        for round in (1, 2):
             with overlap.working("draft"):
-                stats.draft_forwards, stats.draft_positions = 3 * gone, 4 * gone
+                stats.draft_forwards, stats.draft_positions = 3 * round, 4 * round
             with overlap.working("verify"):
-                stats.target_forwards, stats.target_positions, stats.row_passes = gone, 5 * gone, gone
+                stats.target_forwards, stats.target_positions, stats.row_passes = round, 5 * round, round
             with overlap.working("branch"):
                 pass
         overlap.discard_round()
@@ -87,18 +87,18 @@ def test_a_round_that_was_begun_in_vain_counts_nowhere():
     assert (work["draft"].forwards, work["verify"].positions) == (3, 5)
 
 
-def test_letters_arrive_in_order_and_are_not_written_over():
-    host_copies, sheet = HostCopies(torch.device("cpu")), torch.tensor([[1, 2]])
+def test_host_copies_arrive_in_order_unchanged():
+    host_copies, numbers = HostCopies(torch.device("cpu")), torch.tensor([[1, 2]])
     for _ in range(3):
-        host_copies.send(sheet)
-        sheet += 2
+        host_copies.send(numbers)
+        numbers += 2
     assert host_copies.read() == [[1, 2]]
     host_copies.skip()
     assert host_copies.read() == [[5, 6]]
 
 
-def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
-    """The text is the same, and fewer rounds begin by drafting."""
+def test_rejection_branches_save_draft_forwards(target, draft):
+    """The tokens are the same, and fewer rounds start by drafting."""
     model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
     forwards = []
     for rejection_branches in (0, 8):
@@ -111,8 +111,8 @@ def test_a_correction_that_was_foreseen_goes_on_with_its_branch(target, draft):
 
 
 @pytest.mark.parametrize("rejection_branches", [0, 6])
-def test_a_runner_up_that_is_right_brings_a_token(rejection_branches, target, draft):
-    """The text is the same, in fewer passes of the target."""
+def test_tree_leaves_save_target_passes(rejection_branches, target, draft):
+    """The tokens are the same, in fewer target passes."""
     model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
     passes = []
     for tree_leaves in (0, 6):
@@ -124,7 +124,7 @@ def test_a_runner_up_that_is_right_brings_a_token(rejection_branches, target, dr
     assert passes[1] < passes[0]
 
 
-def test_rows_that_end_early_leave_the_others_alone(target, draft, monkeypatch):
+def test_finished_rows_leave_the_others_unchanged(target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(4), "max_new_tokens": 60, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
     (out, stats), (expected, _) = both(
@@ -142,7 +142,7 @@ def test_processors_run_inside_the_stage(extra, target, draft, monkeypatch):
     assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
 
 
-def test_a_head_runs_inside_the_stage(monkeypatch):
+def test_length_head_runs_inside_the_stage(monkeypatch):
     target, draft, tokenizer, head = load_demo_pair(draft="weak", head=True)
     model = attached(target)
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
@@ -174,12 +174,12 @@ def test_sampling_is_repeatable(target, draft):
     assert torch.equal(*texts) and not model.specbranch_stats.slowed_by
 
 
-class Shy(LogitsProcessor):
+class HostProcessor(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores
 
 
-class Opinionated(SpeculationHook):
+class HostHook(SpeculationHook):
     def stop(self, state):
         return state.confidence < 0.2
 
@@ -187,13 +187,13 @@ class Opinionated(SpeculationHook):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ({"logits_processor": [Shy()]}, "Shy runs on the host"),
+        ({"logits_processor": [HostProcessor()]}, "HostProcessor runs on the host"),
         ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor runs on the host"),
-        ({"speculation_hooks": [Opinionated()]}, "the hook Opinionated runs on the host"),
+        ({"speculation_hooks": [HostHook()]}, "the hook HostHook runs on the host"),
         ({"return_dict_in_generate": True, "output_scores": True}, "are returned"),
     ],
 )
-def test_what_slows_a_generation_is_said(extra, reason, target, draft):
+def test_slowed_by_names_the_reason(extra, reason, target, draft):
     model = attached(target)
     kwargs = {**prompt(), "max_new_tokens": 20, "do_sample": False}
     out = model.generate(**kwargs, **extra, assistant_model=draft)
@@ -204,7 +204,7 @@ def test_what_slows_a_generation_is_said(extra, reason, target, draft):
     assert torch.equal(sequences, expected if torch.is_tensor(expected) else expected.sequences)
 
 
-def test_a_penalty_that_spares_the_prompt_has_no_fixed_form():
+def test_penalty_that_ignores_the_prompt_has_no_static_form():
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     assert has_static_form(RepetitionPenaltyLogitsProcessor(1.2))
