@@ -125,7 +125,8 @@ class GraphRunner(EagerRunner):
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         """Replay the CUDA graph of a forward of this size; capture it first if there is none yet.
 
-        Not for use inside a stage, which is captured as a whole: that calls `forward_uncaptured`.
+        A forward over more than `MOST_QUERIES` tokens is launched eagerly. A stage, which is captured as a whole, calls
+        `forward_uncaptured` instead.
         """
         rows, queries, shown = visible.shape
         if queries > MOST_QUERIES:
@@ -148,7 +149,7 @@ class GraphRunner(EagerRunner):
     def forward_uncaptured(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
     ) -> Step:
-        """Launch the forward kernel by kernel, with this runner's kernels in the layers. It never replays a graph."""
+        """Launch the forward kernel by kernel, through our kernels if `layers` is "fused". Never replays a graph."""
         with self._layers():
             return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
 
