@@ -17,8 +17,8 @@ from .planning.chooser import choose, describe, plans_within
 from .planning.measure import Inputs, Measurement, generations, measure_costs
 from .planning.simulate import Agreement, predict
 from .planning.tune import Ranked, rank, record_all
+from .request import check_model, check_pair
 from .runtime.mask_probe import mask_maker_for
-from .validation import check_model, check_pair
 
 OK, WARNING, FAILED = "ok", "warn", "FAIL"
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory

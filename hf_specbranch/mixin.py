@@ -1,14 +1,9 @@
 """The way from `generate()` to the decoding loop.
 
-`SpecBranchMixin.generate` shows all of it, in this order:
-
-1. merge the settings of the call, of its generation config and of the model (`request.MergedSettings`);
-2. validate them: refuse bad input, and find out what only transformers can decode (`validation`);
-3. attach a `Request` to the call in place of the assistant model;
-4. prepare: transformers' own `generate()` prepares inputs, processors, stopping criteria and cache, and calls back
-   `_validate_generation_mode`, which loads the length head;
-5. speculate: it calls back `_assisted_decoding`, which runs the decoding loop (`decoding.engine.speculate`);
-6. fall back to transformers' own decoding, with one warning, where a step finds that SpecBranch cannot serve the call.
+`SpecBranchMixin.generate` shows all of it: merge the settings, validate them, attach a `Request` in place of the
+assistant model, and let transformers' own `generate()` prepare inputs, processors, stopping criteria and cache. It
+calls back `_validate_generation_mode`, which loads the length head, and `_assisted_decoding`, which runs the decoding
+loop. Where SpecBranch cannot serve a call, transformers' own decoding does, after one warning.
 
 `specbranch(model)` gives a loaded model this mixin.
 """
@@ -19,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar, cast
@@ -34,13 +29,25 @@ from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .heads.model import resolve_head
+from .model_state import draft_model, transformers_model
 from .padding_check import check_padded_batches
 from .planning.online import forget
-from .request import Attachment, FallBack, MergedSettings, Request, by_name, call_config, seeded_from
-from .runtime.model_walk import draft_model, transformers_model
+from .request import (
+    Attachment,
+    FallBack,
+    MergedSettings,
+    Request,
+    by_name,
+    call_config,
+    check_inputs,
+    check_model,
+    check_request,
+    seeded_from,
+    why_plain,
+    why_refused,
+)
 from .runtime.selection import release
 from .stats import SpecBranchStats
-from .validation import check_inputs, check_model, check_request, why_plain, why_refused
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 logger = logging.getLogger(__name__)
@@ -135,14 +142,9 @@ class SpecBranchMixin(GenerationMixin):
 
         # 3. Attach the request. 4. and 5.: transformers prepares the call, and `_assisted_decoding` speculates.
         head = length_head if length_head is not None else config.length_head or attachment.head
-        request = Request(
-            config=replace(config, length_head=head),
-            draft=draft,
-            hooks=tuple(speculation_hooks),
-            generator=generator,
-            fills_cache=arguments.get("past_key_values") is not None,
-            observer=speculation_observer,
-        )
+        fills_cache = arguments.get("past_key_values") is not None
+        config = replace(config, length_head=head)
+        request = Request(config, draft, tuple(speculation_hooks), generator, fills_cache, speculation_observer)
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
@@ -181,8 +183,9 @@ class SpecBranchMixin(GenerationMixin):
             return
         if generation_mode_kwargs.get("synced_gpus"):  # transformers knows how the model is distributed
             raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP")
-        if request.draft is not None and POLICIES[request.config.policy].forks:
-            given, tokenizer = request.config.length_head, generation_mode_kwargs.get("tokenizer")
+        given = request.config.length_head
+        if given is not None and request.draft is not None and POLICIES[request.config.policy].forks:
+            tokenizer = generation_mode_kwargs.get("tokenizer")
             head = resolve_head(given, cast(PreTrainedModel, self), request.draft, tokenizer)
             if isinstance(head, SpeculationHook):
                 request.hooks, head = (*request.hooks, head), None
@@ -332,15 +335,11 @@ def _restore_class(model: SpecBranchMixin) -> None:
     model.__class__ = cast(Any, type(model))._specbranch_original
 
 
-@cache
+@lru_cache(maxsize=64)
 def _attached_class(original: Any) -> Any:
     """Return a subclass with the name and the module of the original."""
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_specbranch_original": original,
-    }
+    names = ("__module__", "__qualname__", "__doc__")
+    namespace = {name: getattr(original, name) for name in names} | {"_specbranch_original": original}
     return type(original.__name__, (SpecBranchMixin, original), namespace)
 
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from .mixin import SpecBranchMixin, specbranch
-from .runtime.model_walk import draft_model, transformers_model
-from .validation import check_model, check_pair
+from .model_state import draft_model, transformers_model
+from .request import check_model, check_pair
 
 TASK = "specbranch-text-generation"
 

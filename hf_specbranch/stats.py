@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .renamed import with_old_names
+from .config import with_old_names
 
 
 @with_old_names(
@@ -119,12 +119,6 @@ class SpecBranchStats:
     def tokens_per_second(self) -> float:
         """New tokens per second of the whole call, prefill included."""
         return _ratio(self.new_tokens, self.total_seconds)
-
-    def count_acceptance(self, accepted: int) -> None:
-        """Count one verification that accepted this many draft tokens."""
-        missing = accepted + 1 - len(self.acceptance_histogram)
-        self.acceptance_histogram.extend([0] * missing)
-        self.acceptance_histogram[accepted] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates by name, ready for JSON."""

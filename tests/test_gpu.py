@@ -125,7 +125,7 @@ def test_every_family_runs_under_graphs_or_falls_back(family):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypatch):
     from hf_specbranch.decoding import engine
-    from hf_specbranch.runtime.host_copies import HostCopies
+    from hf_specbranch.runtime.static_buffers import HostCopies
 
     model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
     kwargs = {**to_gpu(prompt()), "max_new_tokens": 40, "do_sample": False, "assistant_model": draft}

@@ -1,9 +1,12 @@
-"""Modules import each other in one direction: no cycles, those inside functions and under TYPE_CHECKING included."""
+"""The architecture: modules import each other in one direction, and one call enters few of them."""
 
 import ast
+import sys
+import threading
 from pathlib import Path
 
 import hf_specbranch
+from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 
 ROOT = Path(hf_specbranch.__file__).parent
 PACKAGE = ROOT.name
@@ -71,6 +74,7 @@ def cycles(graph):
 
 
 def test_no_import_cycles():
+    """Imports inside functions and under TYPE_CHECKING count too."""
     graph = import_graph()
     assert len(graph) > 50 and any(graph.values())
     assert cycles(graph) == []
@@ -96,3 +100,45 @@ def test_import_cycles_are_found(tmp_path):
         "package.inner.third": {"package.inner"},
     }
     assert cycles(graph) == [["package.first", "package.inner.second"]]
+
+
+class FilesEntered:
+    """The files of ours that are entered while it is active, over the whole time and round by round."""
+
+    def __init__(self):
+        self.all, self.rounds = set(), []
+
+    def __call__(self, frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or ROOT not in path.parents:
+            return
+        name = str(path.relative_to(ROOT))
+        if frame.f_code.co_name == "propose":
+            self.rounds.append(set())
+        self.all.add(name)
+        if self.rounds:
+            self.rounds[-1].add(name)
+
+
+def test_one_call_enters_few_files():
+    target, draft, tokenizer = load_demo_pair()
+    model = specbranch(target, draft)
+    inputs = tokenizer("def add(a, b):", return_tensors="pt")
+    arguments = {**inputs, "do_sample": False, "specbranch": SpecBranchConfig(policy="specbranch")}
+    model.generate(**arguments, max_new_tokens=4)  # what is found out once
+    entered = FilesEntered()
+    threading.setprofile(entered)
+    sys.setprofile(entered)
+    try:
+        model.generate(**arguments, max_new_tokens=40)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert len(entered.all) <= 25, sorted(entered.all)
+    middle = entered.rounds[1:-1]
+    assert len(middle) > 3 and max(map(len, middle)) <= 14, sorted(max(middle, key=len))
+
+
+def test_no_file_is_long():
+    longest = max(ROOT.rglob("*.py"), key=lambda path: len(path.read_text().splitlines()))
+    assert len(longest.read_text().splitlines()) <= 350, longest

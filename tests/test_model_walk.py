@@ -1,9 +1,9 @@
-"""`runtime/model_walk.py` finds the modules, parameters and buffers that torch finds."""
+"""`model_state.py` finds the modules, parameters and buffers that torch finds."""
 
 import pytest
 from torch import nn
 
-from hf_specbranch.runtime.model_walk import every_buffer, every_module, every_parameter
+from hf_specbranch.model_state import every_buffer, every_module, every_parameter
 
 from .families import make
 

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from hf_specbranch import SpecBranchConfig, SpecBranchStats
-from hf_specbranch.decoding.accounting import Accounting
-from hf_specbranch.decoding.resolve import NONE, Drafted, resolve, resolve_rows, side_branch_to_adopt
-from hf_specbranch.decoding.state import RoundResult, RowResult, VerifyResult
+from hf_specbranch.decoding.resolve import (
+    NONE,
+    Accounting,
+    Drafted,
+    RoundResult,
+    RowResult,
+    VerifyResult,
+    resolve,
+    resolve_rows,
+    side_branch_to_adopt,
+)
 from hf_specbranch.planning.agreement import Agreement
 from hf_specbranch.planning.replay import replay
 from hf_specbranch.timeline.recording import ACCEPTED, ROLLED_BACK, WASTED

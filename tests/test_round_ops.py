@@ -25,16 +25,13 @@ from hf_specbranch import SpecBranchStats, SpeculationHook, kernels
 from hf_specbranch.decoding.acceptance import NO_TOKEN, accept_choices, accept_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.draft_round import DraftRound
 from hf_specbranch.decoding.draft_source import NoDraft
-from hf_specbranch.decoding.drafter import Drafter
+from hf_specbranch.decoding.draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
+from hf_specbranch.decoding.drafter import Drafter, TorchDraftOps
 from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, LengthHeadHook, TopKBranches
-from hf_specbranch.decoding.likely_rejections import LikelyRejections
-from hf_specbranch.decoding.pending_draft import PendingDraft
 from hf_specbranch.decoding.policies import POLICIES
-from hf_specbranch.decoding.resolve import NONE
-from hf_specbranch.decoding.side_branches import SideBranches
-from hf_specbranch.decoding.state import (
+from hf_specbranch.decoding.resolve import (
+    NONE,
     RESULT_NUMBERS,
     BranchStarts,
     DraftTokens,
@@ -43,10 +40,8 @@ from hf_specbranch.decoding.state import (
     TreeLeaves,
     VerifyResult,
 )
-from hf_specbranch.decoding.stopping import Stopper
 from hf_specbranch.decoding.target import Target
-from hf_specbranch.decoding.text import Text
-from hf_specbranch.decoding.torch_draft_ops import TorchDraftOps
+from hf_specbranch.decoding.text import Stopper, Text
 from hf_specbranch.decoding.triton_draft_ops import TritonDraftOps, kernels_know
 from hf_specbranch.decoding.verifier import Verifier
 from hf_specbranch.kernels import rounds
@@ -173,7 +168,7 @@ def make_drafter(in_triton, case, dtype=torch.float32, kind=Drafter):
     pending = PendingDraft(buffers, text, start, CAPACITY, 2 * gamma + 2, case.vocabulary, generator)
     rules = [ConfidenceStop(case.epsilon)] if case.epsilon > 0 else []
     hooks = HookList([*([Half()] if case.cuts else []), *rules, TopKBranches(case.width)])
-    side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, policy.depth(gamma))
+    side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, branch_depth(policy, gamma))
     rejections = LikelyRejections(buffers, pending, gamma, case.width, max(rejection_branches, leaves))
     counts = gamma, branches, rejection_branches, leaves
     round = DraftRound(buffers, pending, side, rejections, policy, *counts, LIMIT, case.vocabulary)

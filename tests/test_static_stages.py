@@ -9,10 +9,9 @@ from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding.draft_model import DraftModel
 from hf_specbranch.decoding.scoring import has_static_form
 from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.host_copies import HostCopies
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.overlap import Overlap
-from hf_specbranch.runtime.static_buffers import Buffers
+from hf_specbranch.runtime.static_buffers import Buffers, HostCopies
 from hf_specbranch.stats import SpecBranchStats
 
 from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import SpecBranchConfig
+from hf_specbranch.config import SpecBranchConfig
+
 from .methods import EAGER, SWEPT, Method, Overrides, Pair, candidates, fixed_methods
 from .results import Measurement, OnPrompt, difference
 from .timing import Generation, TimingStreamer, cache_bytes, forget, generate_once, peak_memory

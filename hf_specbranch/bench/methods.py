@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ..config import REJECTION_BRANCHES, TREE_LEAVES, SpecBranchConfig
+from hf_specbranch.config import REJECTION_BRANCHES, TREE_LEAVES, SpecBranchConfig
+
 from ..heads import LengthHead
 
 # Every method by name, in the order they run and are shown.

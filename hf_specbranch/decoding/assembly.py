@@ -22,24 +22,20 @@ from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCH_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
-from .accounting import Accounting
 from .call import Call
 from .draft_model import DraftModel
-from .draft_round import DraftRound
-from .draft_source import NoDraft
-from .drafter import Drafter
+from .draft_source import DraftOps, NoDraft
+from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
+from .drafter import Drafter, TorchDraftOps
 from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
-from .likely_rejections import LikelyRejections
 from .loop import Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
-from .pending_draft import PendingDraft
 from .policies import POLICIES, Policy
+from .resolve import Accounting
 from .scoring import can_guide, has_static_form, is_opaque, signature
-from .side_branches import SideBranches
 from .target import Target
 from .text import Text
-from .torch_draft_ops import DraftOps, TorchDraftOps
 from .triton_draft_ops import TritonDraftOps, kernels_know
 from .verifier import Verifier
 
@@ -56,7 +52,7 @@ class Assembly:
         runner: runs the target.
         draft_runner: runs the draft, if there is one.
         further: what else the target is given after the prompt.
-        recorder: keeps further outputs for the caller.
+        recorder: keeps further outputs for the caller, if any are wanted.
         stats: where to count.
     """
 
@@ -66,7 +62,7 @@ class Assembly:
         runner: EagerRunner,
         draft_runner: EagerRunner | None,
         further: ModelInputs,
-        recorder: Recorder,
+        recorder: Recorder | None,
         stats: SpecBranchStats,
     ) -> None:
         self.call, self.recorder, self.stats = call, recorder, stats
@@ -107,7 +103,7 @@ class Assembly:
         layers = self.given.feature_layers
         verifier = Verifier(
             buffers, text, list(call.processors), self.vocabulary, self.samples, generator, layers,
-            self.recorder.scores_so_far, self.in_triton,
+            None if self.recorder is None else self.recorder.scores_so_far, self.in_triton,
         )  # fmt: skip
         target = self._target(buffers, text)
         return Parts(target, NoDraft(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0))
@@ -181,7 +177,7 @@ class Assembly:
         for hook in hooks:
             if hook.settings is None:
                 return f"the hook {type(hook).__name__} runs on the host"
-        if not self.recorder.keeps_nothing:
+        if self.recorder is not None:
             return "scores, logits, hidden states or attentions are returned"
         positions = self.further.position_ids
         if positions is not None and positions.ndim == 3 and bool((positions != positions[:1]).any()):
@@ -262,7 +258,7 @@ class Assembly:
         pending = PendingDraft(
             buffers, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator
         )
-        side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, policy.depth(gamma))
+        side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, branch_depth(policy, gamma))
         rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
         limit = self.stopper.max_length
         round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
@@ -284,7 +280,7 @@ class Assembly:
         if not policy.forks or self.guided:  # a guide follows one pending draft
             rejection_branches = 0
         # Rows in step, and recorded outputs, need rounds that end at the target's own token.
-        if not policy.drafts_first or self.in_step or not self.recorder.keeps_nothing:
+        if not policy.drafts_first or self.in_step or self.recorder is not None:
             leaves = 0
         return rejection_branches, leaves
 

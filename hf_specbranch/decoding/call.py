@@ -20,7 +20,7 @@ from .hooks import LengthHeadHook, SpeculationHook
 from .loop import Parts
 from .model_inputs import USUAL_INPUTS
 from .scoring import Processor, is_opaque
-from .stopping import Stopper
+from .text import Stopper
 
 # How a model would say that it does more with a prompt than to read its tokens.
 OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
@@ -66,6 +66,13 @@ class Call:
     @property
     def past(self) -> Cache | None:
         return self.model_kwargs.get("past_key_values")
+
+    @property
+    def records(self) -> bool:
+        """Whether scores, logits, hidden states or attentions are returned."""
+        config = self.generation_config
+        wanted = config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions
+        return bool(config.return_dict_in_generate) and any(wanted)
 
     @property
     def all_hooks(self) -> list[SpeculationHook]:

@@ -51,9 +51,11 @@ class DraftModel:
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((self.slots - padding).clamp(min=0, max=last))
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
-        self.score: Scorer = ExactScorer(processors)
-        if buffers.static_shapes:
-            self.score = StaticScorer(processors, buffers, "draft", vocabulary)
+        self.scorer: Scorer | None = None
+        if processors:
+            static = buffers.static_shapes
+            scorer = StaticScorer(processors, buffers, "draft", vocabulary) if static else ExactScorer(processors)
+            self.scorer = scorer
         # A guide follows one pending draft, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
         self.guide = Guide.for_draft(processors, length, ends) if guided else None
@@ -102,7 +104,8 @@ class DraftModel:
 
     def scores(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
         """Return scores [B, n, V] over the target's vocabulary, after the processors."""
-        return self.score(fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary), prefixes)
+        logits = fit_vocabulary(logits.to(self.device, torch.float32), self.vocabulary)
+        return logits if self.scorer is None else self.scorer(logits, prefixes)
 
     def next_distribution(self, ids: Tensor, end: Tensor, logits: Tensor) -> Tensor:
         """Return distributions [B, V] after each row's last column, given logits [B, Q, V] for its last `Q` columns."""

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .resolve import Drafted
-from .state import BranchStarts, DraftTokens, Feedback
+from ..kernels.rounds import ForwardInputs
+from .resolve import BranchStarts, Drafted, DraftTokens, Feedback, RoundResult
 
 
 class DraftSource(Protocol):
@@ -50,6 +50,72 @@ class DraftSource(Protocol):
 
     def drafted(self) -> Tensor:
         """[B, 6] what is drafted while the target verifies; the fields of `Drafted`."""
+        ...
+
+
+class DraftOps(Protocol):
+    """The operations between the forwards of the draft model, in the order of a round.
+
+    Attributes:
+        cuts_by_confidence: `send` finds out by itself how much to send; no other hook has a say.
+    """
+
+    cuts_by_confidence: bool
+
+    def adopt(self, result: RoundResult, moved: bool) -> None:
+        """Resolve the last round: what survived becomes the pending draft. `moved`: in some row a side branch does."""
+        ...
+
+    def draft_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+        """Return the inputs of step `step` of a new draft; None if every distribution needed is known."""
+        ...
+
+    def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
+        """Record the distribution after the pending draft, and append a token where a row goes on.
+
+        Args:
+            logits: [B, Q, V'] of the draft's last forward, or None.
+            flag: [B] bool: rows that may go on.
+            bound: [B] the column where they stop, but for `further`.
+            further: added to the bound.
+            stops: hooks may stop a row (below epsilon, for one), which takes it out of `flag` for good.
+        """
+        ...
+
+    def send(self, kept: Tensor | None) -> None:
+        """Send the first tokens of each pending draft: `kept` [B] of them, within the room there is."""
+        ...
+
+    def find_rejections(self) -> None:
+        """Find the likeliest rejections of the draft that is sent."""
+        ...
+
+    def point_inputs(self, shown: int) -> ForwardInputs | None:
+        """Return the inputs for the distribution at the branch point; None if it is known."""
+        ...
+
+    def fork(self) -> None:
+        """Choose the first tokens of the branches: up to k_max at the branch point, and the likely rejections."""
+        ...
+
+    def branch_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+        """Return the inputs of step `step` of all branches; None if there is nothing to feed."""
+        ...
+
+    def extend_branches(self, logits: Tensor | None, step: int) -> None:
+        """Append a token to every branch."""
+        ...
+
+    def is_branching_done(self) -> bool:
+        """Whether no branch needs another step."""
+        ...
+
+    def drafted(self) -> Tensor:
+        """[B, 6] what is drafted; the fields of `Drafted`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of tensors that a stage has made."""
         ...
 
 

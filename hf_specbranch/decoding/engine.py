@@ -23,9 +23,8 @@ from .loop import Parts, decode, read_prompt
 from .model_inputs import inputs_after_prompt, reread_of
 from .outputs import Recorder
 from .policies import POLICIES
-from .resolve import NONE
+from .resolve import NONE, Feedback
 from .scoring import is_opaque
-from .state import Feedback
 from .text import Text
 
 COLUMNS = 64  # of padding that are read in one pass
@@ -52,8 +51,7 @@ def pause_of(call: Call) -> int | None:
     reread, cached = reread_of(call.model), 0 if call.past is None else past_length(call.past)
     if reread is None or call.stopper.max_length <= reread.at or (cached or call.input_ids.shape[1]) >= reread.at:
         return None
-    records = not Recorder(call.generation_config, call.rows, 0).keeps_nothing
-    if cached or records or not reread.whole or call.stopper.called or any(map(is_opaque, call.processors)):
+    if cached or call.records or not reread.whole or call.stopper.called or any(map(is_opaque, call.processors)):
         raise FallBack(
             f"{type(call.model).__name__} gives up its cache at {reread.at} tokens, within reach of this call"
         )
@@ -72,7 +70,8 @@ def _continued(call: Call, text: Text) -> Call:
 
 
 def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
-    recorder = Recorder(call.generation_config, call.rows, call.attention().shape[1])
+    filled = call.attention().shape[1]
+    recorder = Recorder(call.generation_config, call.rows, filled) if call.records else None
     with ExitStack() as runners:
         settings = call.rows, call.slots, call.config.runtime, call.config.kernels
         runner = runners.enter_context(runner_for(call.model, "target", *settings))
@@ -153,10 +152,10 @@ def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | S
     fills = past is not None and (returns or call.fills_cache)
     if fills:
         target.read_skipped_token()
-    if fills or not recorder.keeps_nothing:
+    if fills or recorder is not None:
         read_padding(parts)
     config = call.model.config.get_text_config(decoder=True)
-    outputs = recorder.outputs(past, config, call.attention()) if returns else {}
+    outputs = {} if recorder is None else recorder.outputs(past, config, call.attention())
     if fills:
         # As in plain generate, the last token is not in the cache yet.
         target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
@@ -171,9 +170,10 @@ def read_padding(parts: Parts) -> None:
 
     Its scores, hidden states and cache contain what the model makes of that padding.
     """
-    text = parts.text
+    text, recorder = parts.text, parts.recorder
     for first in range(min(text.lengths) - 1, max(text.lengths) - 1, COLUMNS):
         last = min(first + COLUMNS, max(text.lengths) - 1)
         step = parts.target.read_columns(first, last)
-        scores = parts.verifier.score_columns(step.logits, first) if parts.recorder.keeps_scores else None
-        parts.recorder.add(step, scores, [range(max(0, length - 1 - first), last - first) for length in text.lengths])
+        if recorder is not None:
+            scores = parts.verifier.score_columns(step.logits, first) if recorder.keeps_scores else None
+            recorder.add(step, scores, [range(max(0, length - 1 - first), last - first) for length in text.lengths])

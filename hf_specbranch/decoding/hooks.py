@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..renamed import warn
+from ..config import warn
 
 NO_OPINION = -1
 

@@ -13,16 +13,15 @@ draft really work at the same time is up to `Overlap`; the tokens are the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..runtime.base import Step
 from ..runtime.overlap import Overlap
-from .accounting import Accounting
 from .draft_source import DraftSource, NoDraft
-from .in_flight import RoundsInFlight
 from .outputs import Recorder
-from .state import Feedback
+from .resolve import Accounting, Feedback
 from .target import Target
 from .text import Text
 from .verifier import Verifier
@@ -35,7 +34,7 @@ class Parts(NamedTuple):
     drafter: DraftSource  # proposes draft tokens
     verifier: Verifier  # accepts or rejects them
     text: Text  # holds what is committed
-    recorder: Recorder  # keeps scores and other outputs for the caller
+    recorder: Recorder | None  # keeps scores and other outputs, if the caller wants any
     accounting: Accounting  # counts
 
 
@@ -77,11 +76,12 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
         accounting.flush()
         text.stream_out()
     results = verifier.results()
-    rows = text.commit(results, recorder.scores_so_far(verifier.scores))
+    rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
         text.stream_out()
-    recorder.add(step, verifier.scores, text.queries_of(rows))
+    if recorder is not None:
+        recorder.add(step, verifier.scores, text.queries_of(rows))
     accounting.add(results, rows)
     return Feedback(
         result=text.result.to(parts.drafter.device),
@@ -114,3 +114,47 @@ def read_prompt(parts: Parts) -> Feedback:
     if not parts.text.finished:
         parts.drafter.prefill(parts.text.prompt_length)
     return feedback
+
+
+class RoundsInFlight:
+    """The rounds between the device and the host, the oldest first.
+
+    One round may be in flight while the next one starts, if the device knows how to go on by itself: the verifier has
+    written on the device what its result means, a single row continues in any case unless it ends, and the drafter
+    launches the same work whatever the result was. A round that was started after the end of the text is discarded.
+
+    Args:
+        text: the committed text.
+        drafter: proposes draft tokens.
+    """
+
+    def __init__(self, text: Text, drafter: DraftSource) -> None:
+        self.text, self.steps = text, deque[Step]()
+        self.most_per_round = drafter.max_tokens_per_round
+        knows = text.resolved_on_device and len(text.lengths) == 1 and not text.stopper.called
+        self.limit = int(knows and drafter.same_every_round)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that these rounds can add."""
+        return len(self.steps) * self.most_per_round
+
+    def must_finish_one(self) -> bool:
+        """Whether the host must read a result before another round may start."""
+        return bool(self.steps) and (len(self.steps) > self.limit or self.text.may_finish(self.tokens))
+
+    def announce(self) -> None:
+        """Tell the text how many tokens may have been added by now."""
+        self.text.in_flight = self.tokens
+
+    def push(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def pop(self) -> Step:
+        return self.steps.popleft()
+
+    def close(self) -> None:
+        self.text.in_flight = 0

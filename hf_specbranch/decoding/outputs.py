@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ..runtime.base import Step
-from .cache_layout import in_order_of
 from .text import ScoresSoFar
 
 Layers = tuple[Tensor, ...]
@@ -53,10 +59,6 @@ class Recorder:
         before = tuple(torch.stack(column) for column in zip(*self.scores))
         return lambda count: before + tuple(scores[:, j] for j in range(count))
 
-    @property
-    def keeps_nothing(self) -> bool:
-        return not (self.keeps_scores or self.keeps_logits or self.keeps_hidden or self.keeps_attentions)
-
     def add(self, step: Step, scores: Tensor | None, queries: Sequence[range]) -> None:
         """Record the outputs that belong to the next tokens of each row.
 
@@ -65,8 +67,6 @@ class Recorder:
             scores: [B, Q, V] after the processors.
             queries: the queries of the pass that these are, row by row.
         """
-        if self.keeps_nothing:
-            return
         is_prompt = self.prompt is None
         self.prompt = self.prompt or step
         for b, row in enumerate(queries):
@@ -110,3 +110,71 @@ def _tokens(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
 def _layers(rows: list[list[Layers]], before: int) -> tuple[Layers, ...]:
     """Stack [row][token][layer] tensors to [token][layer] tensors; rows come before the last `before` dimensions."""
     return tuple(tuple(torch.stack(layer, dim=-1 - before) for layer in zip(*column)) for column in zip(*rows))
+
+
+KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def in_order_of(
+    past: Cache, config: Any, passes: Sequence[tuple[Tensor, ...]], attention: Tensor
+) -> tuple[tuple[Tensor, ...], ...]:
+    """Return attentions with the columns that they have in plain `generate()`.
+
+    Args:
+        past: the cache that plain `generate()` would use, before anything is added to it.
+        config: of the text model.
+        passes: the attentions of each pass, the prompt's first, layer by layer: [B, heads, Q, S] over slots 0 to S.
+        attention: [B, S] bool, False where the prompt is padded.
+    """
+    blind = attention.cumsum(1)[:, -passes[0][0].shape[2] :] == 0  # [B, Q] queries of the prompt that see nothing
+    layers = [_layer_for(index, past, config) for index in range(len(passes[0]))]
+    seen = int(past.get_seq_length())
+    ordered: list[tuple[Tensor, ...]] = []
+    for attentions in passes:
+        slots = attentions[0].shape[-1]
+        pairs = zip(attentions, _columns(layers, seen, slots))
+        ordered.append(tuple(_reordered(each, columns, None if ordered else blind) for each, columns in pairs))
+        seen = slots
+    return tuple(ordered)
+
+
+def _layer_for(index: int, past: Cache, config: Any) -> Any:
+    """Return a copy of the cache layer that a layer of the model reads, in which each key is its slot's number."""
+    types = getattr(config, "layer_types", None)
+    if index >= len(past.layers) and past.layers and types is not None:  # it shares the keys of an earlier layer
+        index = max((i for i in range(len(past.layers)) if types[i] == types[index]), default=index)
+    layer: Any = past.layers[index] if index < len(past.layers) else None
+    if type(layer) not in KNOWN:
+        return DynamicLayer()
+    if not layer.is_initialized:
+        return copy.deepcopy(layer)
+    twin, length = copy.copy(layer), int(layer.get_seq_length())
+    room = layer.keys.shape[-2] if layer.keys.ndim > 1 else 0  # a dynamic layer begins as an empty vector
+    if isinstance(layer, StaticLayer):
+        names = torch.arange(1, room + 1) * (torch.arange(room) < length)
+        twin.cumulative_length = layer.cumulative_length.cpu().clone()
+    else:
+        names = torch.arange(length - room, length) + 1
+    twin.keys, twin.values, twin.device = _as_states(names), _as_states(names), torch.device("cpu")
+    return twin
+
+
+def _columns(layers: list[Any], seen: int, slots: int) -> Iterator[Tensor]:
+    """Yield for each layer [S] the slot of each key, counted from 1, when slots `seen` to `slots` are added."""
+    states = _as_states(torch.arange(seen, slots) + 1)
+    for layer in layers:
+        yield layer.update(states, states.clone())[0].flatten()
+
+
+def _as_states(names: Tensor) -> Tensor:
+    return names[None, None, :, None]
+
+
+def _reordered(attention: Tensor, columns: Tensor, blind: Tensor | None) -> Tensor:
+    columns = columns.to(attention.device)
+    ordered = torch.nn.functional.pad(attention, (1, 0))[..., columns]
+    if blind is None or len(columns) == attention.shape[-1]:
+        return ordered
+    # Where everything is masked, softmax spreads over all columns, however many there are.
+    spread = attention[..., :1] * (attention.shape[-1] / len(columns))
+    return torch.where(blind[:, None, :, None].to(attention.device), spread, ordered)

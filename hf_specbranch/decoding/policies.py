@@ -23,13 +23,6 @@ class Policy:
     drafts_ahead: bool = False
     forks: bool = False
 
-    def depth(self, gamma: int) -> int:
-        """Return how many tokens to draft after the token at the branch point.
-
-        PEARL drafts gamma tokens ahead, including the one at the branch point. A branch has gamma tokens after it.
-        """
-        return gamma if self.forks else gamma - 1
-
 
 POLICIES = {
     policy.name: policy

@@ -1,6 +1,6 @@
-"""The rule of a round: what a verify result means for the text, the draft and the statistics.
+"""The rule of a round: what a verify result means for the text, the draft and the statistics; and the data of a round.
 
-This is the reference. The accounting and the timeline call `resolve`. The drafter applies the same rule to tensors
+`resolve` is the reference. The accounting and the timeline call it. The drafter applies the same rule to tensors
 (`resolve_rows`, and `kernels/rounds/resolve.py` in Triton), and the planner's replay to recorded texts; tests compare
 each of them with `resolve` case by case.
 
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..stats import SpecBranchStats
 
 NONE = -1  # no branch, no token
 
@@ -123,3 +125,180 @@ def resolve_rows(
 def side_branch_to_adopt(rows: ResolvedRows, survivor: Tensor) -> Tensor:
     """[B] the index of the side branch that becomes the pending draft, counted from 0, or NONE."""
     return torch.where(rows.moved, survivor - 1, NONE)
+
+
+class TreeLeaves(NamedTuple):
+    """Alternatives to single draft tokens, which the target verifies in the same pass."""
+
+    tokens: Tensor  # [B, W]
+    at: Tensor  # [B, W] the draft position each is an alternative for, or NONE: there is no such leaf
+
+    def to(self, device: torch.device) -> TreeLeaves:
+        return TreeLeaves(self.tokens.to(device), self.at.to(device))
+
+
+class DraftTokens(NamedTuple):
+    """The draft tokens under verification, row by row."""
+
+    tokens: Tensor  # [B, N]
+    length: Tensor  # [B] how many are real
+    scores: Tensor | None = None  # [B, N, V] the draft's distributions `q`, where the tokens were drawn from them
+    leaves: TreeLeaves | None = None
+    memory: int = -1  # names the static buffers that hold the tokens; captured stages have read their address
+
+    def to(self, device: torch.device) -> DraftTokens:
+        scores = None if self.scores is None else self.scores.to(device)
+        leaves = None if self.leaves is None else self.leaves.to(device)
+        return DraftTokens(self.tokens.to(device), self.length.to(device), scores, leaves, self.memory)
+
+
+class BranchStarts(NamedTuple):
+    """The first tokens of the branches drafted for likely verify results: the main branch first."""
+
+    tokens: Tensor  # [B, K] the token each branch starts with
+    at: Tensor  # [B, K] how many draft tokens must be accepted for it to live on; NONE: there is no such branch
+    scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
+    following: Tensor | None = None  # [B, K] the second token of each, where a leaf continuation may skip to it
+
+    def to(self, device: torch.device) -> BranchStarts:
+        scores = None if self.scores is None else self.scores.to(device)
+        following = None if self.following is None else self.following.to(device)
+        return BranchStarts(self.tokens.to(device), self.at.to(device), scores, following)
+
+
+class VerifyResult(NamedTuple):
+    """One row's verify result and what was drafted at that time, on the host."""
+
+    accepted: int  # draft tokens that the target agreed with
+    token: int  # its own token after them
+    survivor: int  # the branch that starts with that token (and goes on with the leaf continuation), or NONE
+    continuation: int  # the target's token after its own, where that was a tree leaf; else NONE
+    drafted: Drafted
+    sent_tokens: list[int]  # the draft tokens under verification, and padding
+
+    @classmethod
+    def unpack(cls, numbers: list[int]) -> VerifyResult:
+        """Read a row as the verifier wrote it."""
+        counts = 4 + len(Drafted._fields)
+        accepted, token, survivor, continuation = numbers[:4]
+        return cls(accepted, token, survivor, continuation, Drafted(*numbers[4:counts]), numbers[counts:])
+
+    @property
+    def offered(self) -> list[int]:
+        """The tokens that the text may gain."""
+        more = [] if self.continuation < 0 else [self.continuation]
+        return [*self.sent_tokens[: self.accepted], self.token, *more]
+
+    @property
+    def has_continuation(self) -> bool:
+        return self.continuation >= 0
+
+    def resolve(self, committed: int, finished: bool, depth: int) -> Resolution:
+        """Apply the rule of a round; see `resolve.resolve`."""
+        return resolve(self.drafted, self.accepted, self.survivor, self.has_continuation, committed, finished, depth)
+
+
+RESULT_NUMBERS = 4 + len(Drafted._fields)  # of a packed verify result, before the draft tokens
+
+
+class RowResult(NamedTuple):
+    """What a round meant for one row, on the host; the fields of `RoundResult`."""
+
+    committed: int  # tokens added to the text
+    accepted: int  # draft tokens that the target agreed with
+    token: int  # its own token after them
+    survivor: int  # the branch that goes on after what the verify result allowed, or NONE
+    continuation: int  # the target's token after its own, or NONE
+    finished: bool  # the row's text is complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that was allowed was committed; a stop, or a slower row, may leave less."""
+        return self.committed == self.accepted + 1 + (self.continuation >= 0)
+
+
+class RoundResult:
+    """What a round meant for all rows, on the device: one tensor [7, B] with a name for each row of it.
+
+    Kernels read and write it in this order (`kernels/rounds/memory.py`).
+    """
+
+    FIELDS = (*RowResult._fields, "length")
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed  # [7, B]
+        self.committed, self.accepted, self.token, self.survivor, self.continuation = packed[:5]  # [B] each
+        self.finished_flag, self.length = packed[5], packed[6]  # [B]; the text's length, in columns
+
+    @property
+    def finished(self) -> Tensor:
+        """[B] bool: the row's text is complete."""
+        return self.finished_flag > 0
+
+    def to(self, device: torch.device) -> RoundResult:
+        return self if device == self.packed.device else RoundResult(self.packed.to(device))
+
+
+class Feedback(NamedTuple):
+    """What a round meant, for the drafter."""
+
+    result: RoundResult
+    features: Tensor | None  # [B, layers, H] target hidden states at the last verified position, if hooks want them
+    moved: bool  # in some row a side branch becomes the pending draft
+    draft_ended: bool  # some row has no pending draft left
+
+
+def count_round(stats: SpecBranchStats, result: VerifyResult, row: RowResult, resolution: Resolution) -> None:
+    """Add one round of one row to the statistics."""
+    drafted = result.drafted
+    stats.num_draft_tokens += drafted.new
+    stats.tree_leaves += drafted.leaves
+    stats.tree_leaf_hits += result.has_continuation
+    if not (drafted.sent or drafted.ahead):
+        return
+    stats.num_drafts += 1
+    if drafted.branches and row.complete and row.accepted == drafted.sent:
+        stats.branch_points += 1
+        stats.branch_hits += row.survivor != NONE
+    elif drafted.rejection_branches and row.complete:
+        stats.rejection_points += 1
+        stats.rejection_hits += row.survivor != NONE
+    histogram = stats.acceptance_histogram
+    histogram.extend([0] * (resolution.accepted + 1 - len(histogram)))
+    histogram[resolution.accepted] += 1
+    stats.num_accepted_tokens += resolution.accepted
+    stats.rollback_tokens += resolution.rolled_back
+    stats.wasted_branch_tokens += resolution.wasted
+
+
+class Accounting:
+    """Counts rounds at a time when nobody waits for it.
+
+    Args:
+        stats: where to count.
+        depth: tokens of a side branch after its first.
+    """
+
+    def __init__(self, stats: SpecBranchStats, depth: int) -> None:
+        self.stats, self.depth = stats, depth
+        self.uncounted: list[tuple[VerifyResult, RowResult, Resolution]] = []
+        self.pending: list[int] = []  # drafted tokens after the text of each unfinished row
+
+    def add(self, results: list[VerifyResult], rows: list[RowResult]) -> None:
+        """Take a round; `flush` counts it."""
+        self.flush()
+        resolved = [result.resolve(row.committed, row.finished, self.depth) for result, row in zip(results, rows)]
+        self.uncounted = list(zip(results, rows, resolved))
+        self.pending = [each.pending for each, row in zip(resolved, rows) if not row.finished]
+
+    def flush(self) -> None:
+        """Count the round that was added last."""
+        for result, row, resolution in self.uncounted:
+            count_round(self.stats, result, row, resolution)
+        self.uncounted = []
+
+    def close(self) -> None:
+        """Count what is pending as rolled back: another drafter takes over, or the text ends."""
+        self.flush()
+        self.stats.rollback_tokens += sum(self.pending)
+        self.pending = []

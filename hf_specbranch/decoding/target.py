@@ -17,7 +17,7 @@ from ..runtime.prefill import fits_captured_prefill, prefill_captured
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
-from .state import DraftTokens, TreeLeaves
+from .resolve import DraftTokens, TreeLeaves
 from .text import Text
 
 
@@ -64,6 +64,7 @@ class Target:
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
+        self.has_further = bool(self.further.names)
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
         self.first_position = buffers.tensor("target.first_position", (rows, 1))
@@ -154,7 +155,7 @@ class Target:
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""
         positions = self._on_all_axes(positions)
-        if not self.further.names and self.axes is None:
+        if not self.has_further and self.axes is None:
             return self.runner.forward(tokens, positions, slots, visible, **outputs)
         outputs |= self.further.of(tokens.shape[1])
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)

@@ -30,12 +30,11 @@ from ..kernels.rounds import (
 )
 from ..runtime.static_buffers import Buffers
 from .draft_model import DraftModel
-from .draft_round import DraftRound
+from .draft_state import DraftRound, branch_depth
 from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
 from .policies import Policy
-from .resolve import Drafted
+from .resolve import Drafted, RoundResult
 from .scoring import Prefixes
-from .state import RoundResult
 
 OWN_RULES = (ConfidenceStop, TopKBranches)
 
@@ -44,7 +43,7 @@ def kernels_know(policy: Policy, gamma: int, hooks: HookList) -> bool:
     """Whether the kernels know the rules: where to stop and how wide to branch must be ours; other hooks may cut."""
     stops = all(type(hook) is ConfidenceStop for hook in hooks.stoppers) and len(hooks.stoppers) <= 1
     forks = all(type(hook) is TopKBranches for hook in hooks.hooks if type(hook).fork is not SpeculationHook.fork)
-    return stops and forks and (policy.depth(gamma) > 0 or not policy.drafts_ahead)
+    return stops and forks and (branch_depth(policy, gamma) > 0 or not policy.drafts_ahead)
 
 
 class TritonDraftOps:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..kernels.parallel_build import room as index_memory
 from ..kernels.rounds import Drawn, drawn_choices, verify_draft
 from ..runtime.base import Step
-from ..runtime.host_copies import HostCopies
-from ..runtime.static_buffers import Buffers
+from ..runtime.static_buffers import Buffers, HostCopies
 from .acceptance import (
     Acceptance,
     LeafContinuation,
@@ -24,9 +23,8 @@ from .acceptance import (
     continue_leaf,
     draw_if_possible,
 )
-from .resolve import NONE
+from .resolve import NONE, RESULT_NUMBERS, BranchStarts, DraftTokens, VerifyResult
 from .scoring import ExactScorer, Prefixes, Processor, Scorer, StaticScorer, is_opaque
-from .state import RESULT_NUMBERS, BranchStarts, DraftTokens, VerifyResult
 from .text import ScoresSoFar, Text
 
 UNDECIDED = -1
@@ -56,7 +54,7 @@ class Verifier:
         draws: bool,
         generator: torch.Generator | None,
         feature_layers: tuple[int, ...] = (),
-        scores_so_far: Callable[[Tensor], ScoresSoFar | None] = lambda scores: None,
+        scores_so_far: Callable[[Tensor], ScoresSoFar | None] | None = None,
         in_triton: bool = False,
     ) -> None:
         self.buffers, self.text, self.processors, self.draws = buffers, text, processors, draws
@@ -66,9 +64,11 @@ class Verifier:
         if in_triton:
             self.limit = buffers.tensor("verifier.limit", (1,)).fill_(text.stopper.max_length)
             text.resolved_on_device = True
-        self.score: Scorer = ExactScorer(processors)
-        if buffers.static_shapes:
-            self.score = StaticScorer(processors, buffers, "verifier", vocabulary)
+        self.scorer: Scorer | None = None
+        if processors:
+            static = buffers.static_shapes
+            scorer = StaticScorer(processors, buffers, "verifier", vocabulary) if static else ExactScorer(processors)
+            self.scorer = scorer
         self.host_copies = HostCopies(text.ids.device)
         rows = text.ids.shape[0]
         self.nothing = (  # for the round after the prompt, and for methods that never draft
@@ -185,6 +185,10 @@ class Verifier:
         choices = self._choose(self.score(logits, lambda: self.text.leaf_prefixes(draft_tokens)))
         return continue_leaf(acceptance, choices, draft_tokens.leaves.tokens, draft_tokens.leaves.at)
 
+    def score(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
+        """Apply the processors to logits [B, n, V] at many positions."""
+        return logits if self.scorer is None else self.scorer(logits, prefixes)
+
     def score_columns(self, logits: Tensor, first: int) -> Tensor:
         """Return the processed scores [B, Q, V] after columns `first` onward of text that is final."""
         ids = self.text.ids[:, None].expand(-1, logits.shape[1], -1)
@@ -229,7 +233,7 @@ class Verifier:
         rows, positions, _ = logits.shape
         choices = torch.full((rows, positions), UNDECIDED, device=logits.device)
         scores = logits.clone()
-        shown = self.scores_so_far(scores)
+        shown = None if self.scores_so_far is None else self.scores_so_far(scores)
         lengths, drafted = draft_tokens.length.tolist(), draft_tokens.tokens.tolist()
         for j in range(positions):
             text, step = self.text.so_far(), logits[:, j].clone()

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..model_state import state_of
-from ..runtime.model_walk import every_module
+from ..model_state import every_module, state_of
 from .attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
 from .backend import FLOATS
 from .forwards import (

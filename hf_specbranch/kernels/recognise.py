@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..runtime.model_walk import every_module
+from ..model_state import every_module
 from .attention_interface import override_attention
 from .backend import FLOATS
 from .forwards import (

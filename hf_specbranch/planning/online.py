@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..decoding.text import Text
-from ..model_state import state_of
-from ..runtime.model_walk import adapter_state
+from ..model_state import adapter_state, state_of
 from ..runtime.overlap import Overlap
 from ..stats import SpecBranchStats
 from .agreement import Agreement, RecentTexts, typical_agreement

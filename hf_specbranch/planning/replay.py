@@ -13,6 +13,7 @@ from math import floor, prod
 from typing import NamedTuple
 
 from ..config import SpecBranchConfig
+from ..decoding.draft_state import branch_depth
 from ..decoding.policies import POLICIES, Policy
 from .agreement import Agreement
 
@@ -144,7 +145,7 @@ class _Player:
     def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool) -> None:
         self.rank, self.end = agreement.rank, len(agreement.rank)
         self.policy: Policy = POLICIES[config.policy]
-        self.gamma, self.depth = config.draft_length, self.policy.depth(config.draft_length)
+        self.gamma, self.depth = config.draft_length, branch_depth(self.policy, config.draft_length)
         self.branches = config.max_branches
         tables = _tables(agreement, config.threshold(), self.branches)
         self.correct, self.confident, self.width = tables.correct, tables.confident, tables.width

@@ -20,11 +20,9 @@ from transformers import PreTrainedModel
 
 from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_interface import original_attention
-from ..model_state import state_of
+from ..model_state import every_buffer, every_module, every_parameter, state_of
 from .base import Step
-from .eager import SMALLEST, EagerRunner, round_up
-from .masks import MaskMaker
-from .model_walk import every_buffer, every_module, every_parameter
+from .eager import SMALLEST, EagerRunner, MaskMaker, round_up
 from .self_check import PARENTS, kernels_agree
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 

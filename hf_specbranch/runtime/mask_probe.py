@@ -24,10 +24,8 @@ from transformers import PreTrainedModel
 from ..kernels.attention_interface import original_attention
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
-from ..model_state import state_of
-from .eager import EagerRunner, quiet_arguments
-from .masks import FULL, MASKED_ATTENTION, SLIDING, MaskMaker, layer_kinds
-from .model_walk import adapter_state
+from ..model_state import adapter_state, state_of
+from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds, quiet_arguments
 
 CONTEXT = 4  # tokens before the queries; the last two are copied to a far and to a near slot for each query
 REFERENCES = 4  # queries whose logits are compared with an ordinary run
@@ -64,11 +62,12 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
-    known, state = state_of(model).mask_forms, adapter_state(model)
-    if state not in known:
+    makers, key = state_of(model).mask_makers, (adapter_state(model), model.dtype, attention)
+    if key not in makers:
         with torch.no_grad(), evaluating(model):
-            known[state] = _find_form(model, role, hasattr(config, "layer_types"))
-    return MaskMaker(model, by_layer_type=known[state])
+            makers[key] = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types")))
+    maker: MaskMaker = makers[key]
+    return maker
 
 
 def _find_form(model: PreTrainedModel, role: str, typed: bool) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .model_walk import every_module
+from ..model_state import every_module
 
 TABLE_OFFSET = 8  # entries that a table may have beyond its positions; OPT's has two
 LENGTH_DEPENDENT = ("longrope", "dynamic")

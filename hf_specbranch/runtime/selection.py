@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
-from ..model_state import state_of
+from ..model_state import adapter_state, every_module, every_parameter, has_adapters, state_of
 from . import cuda_graph
-from .eager import EagerRunner
+from .eager import EagerRunner, MaskMaker
 from .mask_probe import mask_maker_for
-from .model_walk import every_module, every_parameter, has_adapters
 from .positions import LengthDependentRotary
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def runner_for(
     reason = "" if runtime == "eager" else why_not_captured(model)
     if use_kernels and runtime != "eager" and not reason:
         warm_up_in_background(model.device)
-    masks = mask_maker_for(model, role)
+    masks = _masks_for(model, role)
     if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":
@@ -58,6 +57,13 @@ def runner_for(
     runner.reserve(rows, min(slots + BRANCH_SLOTS + spare, MOST_RESERVED))
     yield runner
     cuda_graph.give_back(runner, rows)
+
+
+def _masks_for(model: PreTrainedModel, role: str) -> MaskMaker:
+    """Return the mask maker that an earlier call found, or probe the model."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    key = adapter_state(model), model.dtype, attention
+    return state_of(model).mask_makers.get(key) or mask_maker_for(model, role)
 
 
 def _warn_once(model: PreTrainedModel, role: str, reason: str) -> None:

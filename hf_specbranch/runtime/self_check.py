@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.fuse import fused
 from ..kernels.module_check import evaluating
-from .eager import SMALLEST, EagerRunner
-from .masks import MaskMaker
+from .eager import SMALLEST, EagerRunner, MaskMaker
 
 logger = logging.getLogger(__name__)
 

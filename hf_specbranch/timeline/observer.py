@@ -8,12 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from ..decoding.accounting import Accounting
 from ..decoding.draft_source import DraftSource
 from ..decoding.drafter import Drafter
 from ..decoding.loop import Parts
-from ..decoding.resolve import NONE
-from ..decoding.state import BranchStarts, DraftTokens, Feedback, RowResult, VerifyResult
+from ..decoding.resolve import NONE, Accounting, BranchStarts, DraftTokens, Feedback, RowResult, VerifyResult
 from ..decoding.target import Target
 from ..runtime.base import Step
 from ..runtime.overlap import Clock

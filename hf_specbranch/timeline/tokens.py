@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..decoding.resolve import Resolution
-from ..decoding.state import RowResult, VerifyResult
+from ..decoding.resolve import Resolution, RowResult, VerifyResult
 from .recording import ACCEPTED, ROLLED_BACK, WASTED, CommittedToken, DraftedToken
 
 
