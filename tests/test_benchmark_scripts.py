@@ -40,7 +40,7 @@ def finished(pair):
     """All methods on two prompts of the tiny pair."""
     prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
     plan = Plan(
-        check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, repeat=2, sweep=(1, 3), sweep_prompts=1
+        check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, repeat=1, sweep=(1, 3), sweep_prompts=1
     )
     benchmark = Benchmark(pair, prompts, plan)
     benchmark.run()
