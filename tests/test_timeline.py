@@ -76,7 +76,7 @@ def test_every_new_token_is_recorded_once(pair, recording):
 def test_blocks_hold_every_pass_and_every_drafted_token_once(recording):
     stats, blocks = recording.stats, recording.blocks
     assert sum(block.lane == TARGET for block in blocks) == stats.target_forwards
-    assert sum(block.lane == TARGET and block.name != "read a leaf" for block in blocks) == len(recording.verdicts)
+    assert sum(block.lane == TARGET and block.name != "read a leaf" for block in blocks) == len(recording.result_times)
     assert sum(block.forwards for block in blocks if block.lane != TARGET) == stats.draft_forwards
     put_down = [index for block in blocks if block.lane != TARGET for row in block.rows for index in row]
     assert sorted(put_down) == list(range(stats.num_draft_tokens))
@@ -168,7 +168,7 @@ def test_without_a_draft_nobody_waits():
 def test_the_chrome_trace_is_json_and_holds_every_new_token_once(recording):
     trace = json.loads(json.dumps(chrome_trace([recording])))
     events = trace["traceEvents"]
-    committed = [text for event in events if event["name"] == "verdict" for text in event["args"]["committed"]]
+    committed = [text for event in events if event["name"] == "verify result" for text in event["args"]["committed"]]
     assert "".join(committed) == recording.text and len(committed) == recording.stats.new_tokens
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == len(recording.blocks) and all(event["dur"] > 0 for event in slices)

@@ -185,7 +185,7 @@ def test_pointing_at_a_token_of_the_text_marks_its_cells_and_the_other_way_round
     assert run.locator(".linked").count() == 0
     run.locator(f".cell[data-key=d{drafted}]:visible").first.hover()
     assert "linked" in run.locator(".token").nth(place).get_attribute("class")
-    assert "accepted by the verdict" in run.locator(".detail").inner_text()
+    assert "accepted by the verify result" in run.locator(".detail").inner_text()
 
 
 def test_a_click_pins_and_brings_both_into_view_until_escape(opened, both):

@@ -18,7 +18,7 @@ def chrome_trace(recordings: list[Recording]) -> dict[str, Any]:
             events.append(_name("thread_name", process, thread, lane))
             events.append({**_name("thread_sort_index", process, thread, ""), "args": {"sort_index": thread}})
         events += [_slice(recording, block, process) for block in recording.blocks]
-        events += [_verdict(recording, number, process) for number in range(len(recording.verdicts))]
+        events += [_result(recording, number, process) for number in range(len(recording.result_times))]
     stats = [recording.stats.to_dict() for recording in recordings]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"stats": stats}}
 
@@ -46,15 +46,15 @@ def _token(recording: Recording, index: int) -> dict[str, Any]:
     return {"text": recording.texts[drafted.token], "fate": drafted.fate, "confidence": drafted.confidence}
 
 
-def _verdict(recording: Recording, number: int, process: int) -> dict[str, Any]:
+def _result(recording: Recording, number: int, process: int) -> dict[str, Any]:
     committed = [each for each in recording.committed if each.round == number]
     return {
         "ph": "i",
         "s": "p",  # drawn across the whole process
-        "name": "verdict",
-        "cat": "verdict",
+        "name": "verify result",
+        "cat": "verify result",
         "pid": process,
         "tid": 1,
-        "ts": recording.verdicts[number] * 1e6,
+        "ts": recording.result_times[number] * 1e6,
         "args": {"round": number, "committed": [recording.texts[each.token] for each in committed]},
     }

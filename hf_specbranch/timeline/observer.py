@@ -83,7 +83,7 @@ class TimelineObserver:
         blocks = [Block(**{**n, "begin": seconds(n["begin"]), "end": seconds(n["end"])}) for n in self.notes]
         return sorted((b for b in blocks if b.forwards), key=lambda block: block.begin)
 
-    def verdicts(self) -> list[float]:
+    def result_times(self) -> list[float]:
         """Return when each round ended."""
         assert self.clock is not None
         return [self.clock.seconds(moment) for moment in self.result_moments]

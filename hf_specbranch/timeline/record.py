@@ -41,8 +41,8 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
     log = observer.tokens
     tokens = {each.token for each in log.drafted} | {each.token for each in log.committed}
     texts = token_texts(tokenizer, tokens, anchor=int(inputs["input_ids"][0, -1]))
-    blocks, verdicts = observer.blocks(), observer.verdicts()
-    return Recording(stats.policy, prompt, log.drafted, log.committed, blocks, verdicts, stats, texts)
+    blocks, result_times = observer.blocks(), observer.result_times()
+    return Recording(stats.policy, prompt, log.drafted, log.committed, blocks, result_times, stats, texts)
 
 
 def as_if_captured(config: SpecBranchConfig, device: torch.device, cheap: bool = True) -> SpecBranchConfig:

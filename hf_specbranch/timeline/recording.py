@@ -60,7 +60,7 @@ class Recording:
         drafted: every drafted token.
         committed: every new token of the text, in order.
         blocks: all work, by the time it began.
-        verdicts: for each round, when its verify result was known.
+        result_times: for each round, when its verify result was known.
         stats: what the generation counted itself.
         texts: how each token reads.
     """
@@ -70,14 +70,14 @@ class Recording:
     drafted: list[DraftedToken]
     committed: list[CommittedToken]
     blocks: list[Block]
-    verdicts: list[float]
+    result_times: list[float]
     stats: SpecBranchStats
     texts: dict[int, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """From the beginning of the loop to the last verify result."""
-        return self.verdicts[-1] if self.verdicts else 0.0
+        return self.result_times[-1] if self.result_times else 0.0
 
     @property
     def text(self) -> str:
@@ -101,5 +101,5 @@ class Recording:
             "drafted": [{**asdict(each), "text": self.texts[each.token]} for each in self.drafted],
             "committed": [{**each._asdict(), "text": self.texts[each.token]} for each in self.committed],
             "blocks": [block._asdict() for block in self.blocks],
-            "verdicts": self.verdicts,
+            "result_times": self.result_times,
         }

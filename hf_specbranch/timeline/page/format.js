@@ -54,7 +54,7 @@ function story(run, index) {
   const token = run.drafted[index];
   const where = token.lane === "draft" ? "drafted before the pass" : token.branch ? `drafted beside the pass on branch ${token.branch + 1}` : "drafted beside the pass on the main branch";
   const sure = token.confidence === null ? "" : `, confidence ${token.confidence.toFixed(2)}`;
-  return `${where} of round ${token.round}${sure}; ${token.fate} by the verdict of round ${token.settled}`;
+  return `${where} of round ${token.round}${sure}; ${token.fate} by the verify result of round ${token.settled}`;
 }
 
 /** One committed token's story. */

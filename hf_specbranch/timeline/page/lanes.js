@@ -17,7 +17,7 @@ class Lanes {
     };
     if (!run.stats.num_draft_tokens) for (const name of ["draft", "branches"]) this.tracks[name].parentElement.remove();
     run.blocks.forEach((block) => this.addBlock(block));
-    run.verdicts.forEach((moment) => this.addVerdict(moment));
+    run.result_times.forEach((moment) => this.addResult(moment));
     if (run.waits.length) this.addWaits();
   }
 
@@ -59,9 +59,9 @@ class Lanes {
     return cell;
   }
 
-  addVerdict(moment) {
+  addResult(moment) {
     for (const track of Object.values(this.tracks)) {
-      const mark = element("div", "verdict");
+      const mark = element("div", "result");
       track.append(mark);
       this.marks.push([mark, moment]);
     }

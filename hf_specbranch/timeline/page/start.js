@@ -23,7 +23,7 @@ function runSection(run, view) {
   const section = element("section", "run");
   section.setAttribute("aria-label", run.policy);
   const title = element("h2", "", run.policy);
-  title.append(element("small", "", `${run.verdicts.length} rounds in ${duration(run.seconds)}`));
+  title.append(element("small", "", `${run.result_times.length} rounds in ${duration(run.seconds)}`));
   const links = new Links(run, view);
   const lanes = new Lanes(run, links);
   view.lanes.push(lanes);
