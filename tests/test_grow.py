@@ -7,8 +7,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import NAMED_SHAPES, Shape, grow
 
-pytestmark = pytest.mark.compat
-
 # Every dimension larger than in `small()`: width, layers, heads, MLP and head size.
 LARGER = Shape(192, 5, 12, 12, 200, head_dim=32)
 

@@ -31,7 +31,6 @@ def balanced_head(kind):
     return balance(head, torch.cat(watched.shown))
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_output_stays_the_targets(kind, target, draft):
     model, inputs = attached(target), {**prompt(3), "max_new_tokens": 40, "do_sample": False}
@@ -41,7 +40,7 @@ def test_greedy_output_stays_the_targets(kind, target, draft):
     assert_counts_add_up(model.specbranch_stats)
 
 
-@pytest.mark.parametrize("drafting", ["greedy", "sample"])
+@pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_output_stays_the_targets(kind, drafting):
     settings = settings_with(balanced_head(kind), drafting)

@@ -50,7 +50,6 @@ def assert_same_predictions(head, target, *, hidden=32, layers=1, vocabulary=VOC
     assert not all_kinds or set(torch.cat(seen).tolist()) == {0, 1, 2}
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_those_of_the_trained_form(kind, target, draft):
     head = random_head(target, draft, **KINDS[kind])

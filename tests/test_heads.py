@@ -116,7 +116,6 @@ def test_labels_are_what_the_text_says(data):
     assert manifest.target.architecture == "LlamaForCausalLM" and len(manifest.tokenizer_hash) == 64
 
 
-@pytest.mark.compat
 def test_collecting_is_repeatable_and_resumes(data, tmp_path, target, draft, tokenizer):
     class Stopped(Exception):
         pass
@@ -173,7 +172,6 @@ def test_damaged_data_is_refused(data, tmp_path):
 # ---- training
 
 
-@pytest.mark.compat
 def test_the_same_seed_gives_the_same_head(data):
     settings = TrainSettings(epochs=3, layer_sizes=(16, 8), match_size=4)
     one, two = (train(data, settings, progress=False) for _ in range(2))
@@ -234,7 +232,6 @@ def test_thresholds_keep_the_tokens_and_cut_the_rollback():
 # ---- saving and loading
 
 
-@pytest.mark.compat
 def test_a_saved_head_comes_back_the_same(target, draft, tmp_path):
     head = random_head(target, draft)
     folder = head.save_pretrained(tmp_path / "a" / "head")
@@ -332,7 +329,6 @@ def test_another_revision_is_a_warning(target, draft):
         head.check_pair(model, draft)
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("name", ["good", "weak"])
 def test_the_embedded_pair_comes_with_a_head(name):
     target, draft, tokenizer, head = load_demo_pair(name, head=True)
@@ -379,7 +375,6 @@ def test_evaluation_measures_every_method(target, draft, tokenizer, data):
         evaluate(head, target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", settings, progress=False)
 
 
-@pytest.mark.compat
 def test_commands_train_and_measure_a_head(prompt_file, tmp_path):
     pytest.importorskip("matplotlib")
     run, drafts, head = CliRunner(), str(tmp_path / "drafts"), str(tmp_path / "head")

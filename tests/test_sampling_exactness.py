@@ -14,6 +14,7 @@ from .models import config
 from .sampling import SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 DRAFTING = ("greedy", "sample")
+SAMPLED_QUICKLY = (pytest.param("greedy", marks=pytest.mark.slow), "sample")
 
 
 def assert_exact(settings, **run):
@@ -34,14 +35,14 @@ def test_every_policy_samples_from_the_target(policy, drafting):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting))
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 def test_branches_for_corrections_leave_the_distribution_alone(drafting):
     settings = config("specbranch", gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_rejection_branches=4)
     assert_exact(settings, samples=20_000)
 
 
 @pytest.mark.parametrize(("policy", "rejection_branches"), [("vanilla", 0), ("specbranch", 0), ("specbranch", 4)])
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 def test_runners_up_leave_the_distribution_alone(drafting, policy, rejection_branches):
     more = {"draft_sampling": drafting, "max_rejection_branches": rejection_branches, "tree_leaves": 4}
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=15_000)
@@ -68,19 +69,19 @@ def test_the_autoregressive_policy_samples_from_the_target():
     assert_exact(config("autoregressive"), samples=15_000)
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 def test_fixed_length_drafts_sample_from_the_target(drafting):
     assert_exact(config("vanilla", gamma=3, epsilon=0.0, draft_sampling=drafting), samples=15_000)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 def test_the_sequential_loop_samples_from_the_target(drafting):
     settings = config("specbranch", gamma=1, k=4, epsilon=0.4, draft_sampling=drafting, overlap=False)
     assert_exact(settings, samples=15_000)
 
 
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 @pytest.mark.parametrize(
     "policy", ["vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pearl", "specbranch"))]
 )
@@ -122,7 +123,7 @@ def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
     assert_exact(settings, hooks=[Whimsical()], samples=20_000)
 
 
-@pytest.mark.parametrize("prediction", [0, 1, 2])
+@pytest.mark.parametrize("prediction", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 def test_a_length_head_leaves_the_distribution_alone(prediction):
     def head(survivor):
         return torch.full_like(survivor.length, prediction)

@@ -154,8 +154,8 @@ def test_length_head_runs_inside_the_stage(monkeypatch):
         assert getattr(stats, name) == getattr(counts, name), name
 
 
-@pytest.mark.parametrize("drafting", ["greedy", "sample"])
-@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
+@pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
+@pytest.mark.parametrize("policy", ["vanilla", pytest.param("pearl", marks=pytest.mark.slow), "specbranch"])
 def test_samples_follow_the_targets_distribution(policy, drafting):
     model, _ = sampling_pair()
     more = {"draft_sampling": drafting, "max_rejection_branches": 3, "tree_leaves": 3}

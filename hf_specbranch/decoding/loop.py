@@ -1,14 +1,21 @@
 """SpecBranch, the method. Each round: propose, verify, branch, resolve, adopt.
 
-- *propose*: the draft model drafts up to gamma tokens, and stops where its confidence is below epsilon; of a draft that
-  survived the last round, the length head (H-RAD) and the confidence say how much to send.
-- *verify*: the target checks all draft tokens in one pass.
-- *branch*: meanwhile the draft model continues, in up to k_max branches where it is uncertain.
-- *resolve*: the verify result says which tokens are committed and which branch survives (`resolve.py`).
-- *adopt*: the surviving branch is the pending draft of the next round.
+- *propose*: if no draft is pending, the draft model drafts up to gamma tokens, and stops where its confidence is
+  below epsilon. If a branch survived the last round, the length head (H-RAD) and the confidence decide how many of
+  its tokens to send: none, all, or up to the first token below epsilon. A draft in one round is never longer than
+  gamma.
+- *verify*: the target runs one pass over all draft tokens, and over tree leaves (alternatives to single draft
+  tokens).
+- *branch*: while it runs, the draft model continues after the last draft token, the branch point. The main branch
+  starts with its likeliest token; where it is uncertain, side branches start with other tokens, up to k_max in all.
+  Rejection branches start at earlier positions, in case the target rejects there.
+- *resolve*: the verifier finds how many draft tokens are accepted, the target's own token after them, and the branch
+  that starts with that token (`Verifier.verify`). `finish_round` commits these tokens and counts the others
+  (`resolve.py`).
+- *adopt*: at the start of the next `propose` the surviving branch becomes the pending draft.
 
-The policies (`policies.py`) differ in what a drafter does when it is called, nowhere else. Whether the target and the
-draft really work at the same time is up to `Overlap`; the tokens are the same.
+Policies (`policies.py`) change only the drafter. Whether both models really run at the same time is up to `Overlap`;
+the output does not depend on it.
 """
 
 from __future__ import annotations
@@ -28,14 +35,14 @@ from .verifier import Verifier
 
 
 class Parts(NamedTuple):
-    """The parts of a generation."""
+    """The objects that a generation is made of."""
 
     target: Target  # runs the large model
     drafter: DraftSource  # proposes draft tokens
     verifier: Verifier  # accepts or rejects them
     text: Text  # holds what is committed
     recorder: Recorder | None  # keeps scores and other outputs, if the caller wants any
-    accounting: Accounting  # counts
+    accounting: Accounting  # counts accepted, rolled back and wasted tokens
 
 
 def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[int]) -> Feedback:
@@ -44,8 +51,8 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
     Args:
         parts: the parts of the generation.
         overlap: runs the target's pass at the same time as the draft's work, or before it.
-        feedback: what the last round meant.
-        rounds: one item per round that may be taken.
+        feedback: the result of the last finished round.
+        rounds: one item per round that may be taken; the items are not used.
     """
     target, drafter, verifier, text = parts.target, parts.drafter, parts.verifier, parts.text
     in_flight = RoundsInFlight(text, drafter)
@@ -54,14 +61,14 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
             feedback = finish_round(parts, in_flight.pop())
         if text.finished:
             break
-        in_flight.announce()
+        in_flight.update_text()
         with overlap.working("draft"):
             draft_tokens = text.padded(drafter.propose(feedback, text.reach))  # adopts what survived, then drafts
-        verified = overlap.start(target.verify, draft_tokens)
+        wait_for_target = overlap.start(target.verify, draft_tokens)
         with overlap.working("branch"):
             branches = drafter.branch(text.reach)
-        step = verified()
-        verifier(step, draft_tokens, branches, drafter.drafted)
+        step = wait_for_target()
+        verifier.verify(step, draft_tokens, branches, drafter.drafted)
         in_flight.push(step)
     feedback = finish_all(parts, overlap, in_flight, feedback)
     parts.accounting.flush()
@@ -70,9 +77,9 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
 
 
 def finish_round(parts: Parts, step: Step) -> Feedback:
-    """Resolve a round on the host: commit the tokens, count them, and return what that means for the drafter."""
+    """Resolve a round on the host: commit its tokens, count the others, and return feedback for the drafter."""
     text, verifier, recorder, accounting = parts.text, parts.verifier, parts.recorder, parts.accounting
-    if text.static_shapes:  # the last round's tokens, while the device works on this one
+    if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
     results = verifier.results()
@@ -86,13 +93,13 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,
-        moved=any(row.complete and row.survivor > 0 for row in rows),
+        moved=any(row.complete and row.survivor > 0 for row in rows),  # a side branch survived
         draft_ended=0 in accounting.pending,
     )
 
 
 def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedback: Feedback) -> Feedback:
-    """Finish the rounds that are in flight; those that were started after the end of the text count nowhere."""
+    """Finish the rounds in flight; those that were started after the end of the text are not counted."""
     while in_flight:
         step = in_flight.pop()
         if parts.text.finished:
@@ -105,10 +112,10 @@ def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedba
 
 
 def read_prompt(parts: Parts) -> Feedback:
-    """Generate the first token with the target alone; the draft reads the prompt once it is out."""
+    """Generate the first token with the target alone; the draft reads the prompt after that token is streamed."""
     step = parts.target.prefill()
-    nobody = NoDraft(parts.verifier.nothing)
-    parts.verifier(step, *nobody.nothing, nobody.drafted)
+    no_draft = NoDraft(parts.verifier.nothing)
+    parts.verifier.verify(step, *no_draft.nothing, no_draft.drafted)
     feedback = finish_round(parts, step)
     parts.text.stream_out()
     if not parts.text.finished:
@@ -117,11 +124,12 @@ def read_prompt(parts: Parts) -> Feedback:
 
 
 class RoundsInFlight:
-    """The rounds between the device and the host, the oldest first.
+    """The rounds that were launched, and whose results the host has not read; the oldest first.
 
-    One round may be in flight while the next one starts, if the device knows how to go on by itself: the verifier has
-    written on the device what its result means, a single row continues in any case unless it ends, and the drafter
-    launches the same work whatever the result was. A round that was started after the end of the text is discarded.
+    One round may be in flight while the next one starts, if three conditions hold: the verifier writes the round
+    result on the device itself; there is one row, and no stopping criterion that the host must call; and the drafter
+    launches the same work whatever the result was, so that it needs no feedback from the host. A round that was
+    started after the end of the text is discarded.
 
     Args:
         text: the committed text.
@@ -131,8 +139,8 @@ class RoundsInFlight:
     def __init__(self, text: Text, drafter: DraftSource) -> None:
         self.text, self.steps = text, deque[Step]()
         self.most_per_round = drafter.max_tokens_per_round
-        knows = text.resolved_on_device and len(text.lengths) == 1 and not text.stopper.called
-        self.limit = int(knows and drafter.same_every_round)
+        can_continue = text.resolved_on_device and len(text.lengths) == 1 and not text.stopper.called
+        self.max_in_flight = int(can_continue and drafter.same_every_round)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -144,10 +152,10 @@ class RoundsInFlight:
 
     def must_finish_one(self) -> bool:
         """Whether the host must read a result before another round may start."""
-        return bool(self.steps) and (len(self.steps) > self.limit or self.text.may_finish(self.tokens))
+        return bool(self.steps) and (len(self.steps) > self.max_in_flight or self.text.may_finish(self.tokens))
 
-    def announce(self) -> None:
-        """Tell the text how many tokens may have been added by now."""
+    def update_text(self) -> None:
+        """Tell the text how many tokens these rounds have added at most."""
         self.text.in_flight = self.tokens
 
     def push(self, step: Step) -> None:

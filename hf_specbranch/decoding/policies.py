@@ -12,9 +12,11 @@ class Policy:
     Attributes:
         name: as in `SpecBranchConfig.policy`.
         drafts: there is a draft model.
-        drafts_first: where nothing is pending, draft up to gamma tokens before the target's pass.
+        drafts_first: if no draft is pending, draft up to gamma tokens before the target's pass, and stop where the
+            confidence is below epsilon.
         drafts_ahead: draft past the sent tokens while the target verifies them.
-        forks: open branches at the branch point, and let hooks cut a draft that survived the last round.
+        forks: open side branches where the draft is uncertain, and let the length head and other hooks cut a draft that
+            survived the last round.
     """
 
     name: str
@@ -29,8 +31,9 @@ POLICIES = {
     for policy in (
         Policy("autoregressive", drafts=False, drafts_first=False),
         Policy("vanilla"),
+        # After a rejection PEARL sends nothing: the target's pass verifies the first token while the draft is made.
         Policy("pearl", drafts_first=False, drafts_ahead=True),
         Policy("specbranch", drafts_ahead=True, forks=True),
     )
 }
-POLICIES["auto"] = POLICIES["specbranch"]  # validated as the policy that needs most, before a plan is chosen
+POLICIES["auto"] = POLICIES["specbranch"]  # checked as the policy that needs most, before the planner chooses

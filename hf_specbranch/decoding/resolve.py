@@ -142,14 +142,14 @@ class DraftTokens(NamedTuple):
 
     tokens: Tensor  # [B, N]
     length: Tensor  # [B] how many are real
-    scores: Tensor | None = None  # [B, N, V] the draft's distributions `q`, where the tokens were drawn from them
+    q: Tensor | None = None  # [B, N, V] the draft's distributions, where the tokens were drawn from them
     leaves: TreeLeaves | None = None
     memory: int = -1  # names the static buffers that hold the tokens; captured stages have read their address
 
     def to(self, device: torch.device) -> DraftTokens:
-        scores = None if self.scores is None else self.scores.to(device)
+        q = None if self.q is None else self.q.to(device)
         leaves = None if self.leaves is None else self.leaves.to(device)
-        return DraftTokens(self.tokens.to(device), self.length.to(device), scores, leaves, self.memory)
+        return DraftTokens(self.tokens.to(device), self.length.to(device), q, leaves, self.memory)
 
 
 class BranchStarts(NamedTuple):
@@ -157,13 +157,13 @@ class BranchStarts(NamedTuple):
 
     tokens: Tensor  # [B, K] the token each branch starts with
     at: Tensor  # [B, K] how many draft tokens must be accepted for it to live on; NONE: there is no such branch
-    scores: Tensor | None = None  # [B, V] the draft's distribution at the branch point
+    q: Tensor | None = None  # [B, V] the draft's distribution at the branch point
     following: Tensor | None = None  # [B, K] the second token of each, where a leaf continuation may skip to it
 
     def to(self, device: torch.device) -> BranchStarts:
-        scores = None if self.scores is None else self.scores.to(device)
+        q = None if self.q is None else self.q.to(device)
         following = None if self.following is None else self.following.to(device)
-        return BranchStarts(self.tokens.to(device), self.at.to(device), scores, following)
+        return BranchStarts(self.tokens.to(device), self.at.to(device), q, following)
 
 
 class VerifyResult(NamedTuple):
