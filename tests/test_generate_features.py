@@ -371,13 +371,13 @@ def test_inference_mode_is_inherited(overlap, target, model, draft):
 def test_autocast_is_inherited(overlap, target, draft, monkeypatch):
     from hf_specbranch.decoding.verifier import Verifier
 
-    seen, judge = [], Verifier.__call__
+    seen, verify = [], Verifier.verify
 
-    def watch(self, step, *drafted):
+    def observed(self, step, *drafted):
         seen.append(step.logits.dtype)
-        return judge(self, step, *drafted)
+        return verify(self, step, *drafted)
 
-    monkeypatch.setattr(Verifier, "__call__", watch)
+    monkeypatch.setattr(Verifier, "verify", observed)
     model = attached(target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         settings = config(overlap=overlap)
