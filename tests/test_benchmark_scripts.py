@@ -50,6 +50,7 @@ def finished(pair):
 # ---- predictions
 
 
+@pytest.mark.slow
 def test_methods_are_predicted_from_each_other(finished):
     benchmark, report = finished
     found = predictions.predictions(benchmark)
@@ -76,6 +77,7 @@ def test_too_few_methods_predict_nothing(pair):
     assert predictions.predictions(benchmark) is None
 
 
+@pytest.mark.slow
 def test_predictions_are_drawn(finished, tmp_path):
     pytest.importorskip("matplotlib")
     predictions.save_predictions(predictions.predictions(finished[0]), tmp_path / "p.png")
@@ -130,6 +132,7 @@ def test_draft_step_is_the_difference_of_stages(pair, monkeypatch):
 # ---- latency and kernels
 
 
+@pytest.mark.slow
 def test_latency_is_measured_and_printed(pair, finished):
     benchmark, ours = finished[0], Overrides(max_draft_length=4)
     found = {

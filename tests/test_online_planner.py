@@ -83,7 +83,7 @@ def alternate_plans(monkeypatch):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("which", ["draft", "stranger"])
 def test_text_does_not_depend_on_plans(random_plans, request, target, rows, which):
     small = request.getfixturevalue(which)

@@ -203,6 +203,7 @@ def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
     assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(texts) > 0
 
 
+@pytest.mark.slow
 def test_samples_follow_the_targets_distribution(read, monkeypatch):
     monkeypatch.setattr(prefill, "MOST", 64 * sampling.ROWS)
     model, _ = sampling_pair()

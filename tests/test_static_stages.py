@@ -36,7 +36,7 @@ COUNTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, monkeypatch):
     model = attached(target)
