@@ -14,8 +14,8 @@ demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and specula
 	$(BIN)/python examples/demo.py
 
 test: environments lint  ## lint, types, the suite on the newest transformers, a subset on the oldest
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m "compat and not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow"
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "compat and not slow"
 
 test-all: environments lint  ## the same, with the long tests
 	$(BIN)/python -m pytest -n $(JOBS)
