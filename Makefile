@@ -18,8 +18,8 @@ test: environments lint  ## lint, types, the suite on the newest transformers, a
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "compat and not slow"
 
 test-all: environments lint  ## the same, with the long tests
-	$(BIN)/python -m pytest -n $(JOBS)
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) -m compat
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m compat
 
 environments:  ## both at the same time
 	$(MAKE) --no-print-directory -j 2 $(VENV)/.ready $(COMPAT)/.ready

@@ -21,26 +21,23 @@ from hf_specbranch.bench.results import difference, first_difference, pooled, su
 from hf_specbranch.bench.timing import TimingStreamer, percentile
 from hf_specbranch.cli import app
 
+from .benchmarks import NEW_TOKENS, benchmark_of_all_methods, tiny_pair
 from .heads import random_head
 from .models import prompt
 
 COLUMNS = [column.key for group in GROUPS for column in group]
-NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def pair(target, draft):
-    return Pair(specbranch(copy.deepcopy(target)), copy.deepcopy(draft), None, random_head(target, draft))
+    return tiny_pair(target, draft)
 
 
 @pytest.fixture(scope="module")
 def finished(pair):
     """All methods on two prompts of the tiny pair, and how many generations that took."""
-    prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
-    few = dict(repeat=2, sweep=(1, 3), sweep_prompts=1, stream_prompts=1)
-    plan = Plan(check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, **few)
     progress = RecordedProgress()
-    benchmark = Benchmark(pair, prompts, plan, progress)
+    benchmark = benchmark_of_all_methods(pair, progress, repeat=2, stream_prompts=1)
     expected = benchmark.generations
     benchmark.run()
     report = build(benchmark, {"seed": 0}, interrupted=False)

@@ -1,6 +1,5 @@
 """The scripts in examples/benchmarks measure what they say, and each of them runs."""
 
-import copy
 import importlib
 import json
 import subprocess
@@ -10,13 +9,12 @@ from statistics import median
 
 import pytest
 
-from hf_specbranch import specbranch
 from hf_specbranch.bench.measure import Benchmark, Plan
-from hf_specbranch.bench.methods import METHODS, Overrides, Pair, check_names
+from hf_specbranch.bench.methods import Overrides
 from hf_specbranch.bench.report import build
 
+from .benchmarks import NEW_TOKENS, benchmark_of_all_methods, tiny_pair
 from .families import make
-from .heads import random_head
 from .models import llama, prompt
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -27,22 +25,17 @@ latency = importlib.import_module("latency")
 overhead = importlib.import_module("overhead")
 pass_time = importlib.import_module("pass_time")
 predictions = importlib.import_module("predictions")
-NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def pair(target, draft):
-    return Pair(specbranch(copy.deepcopy(target)), copy.deepcopy(draft), None, random_head(target, draft))
+    return tiny_pair(target, draft)
 
 
 @pytest.fixture(scope="module")
 def finished(pair):
     """All methods on two prompts of the tiny pair."""
-    prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
-    plan = Plan(
-        check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, repeat=1, sweep=(1, 3), sweep_prompts=1
-    )
-    benchmark = Benchmark(pair, prompts, plan)
+    benchmark = benchmark_of_all_methods(pair, repeat=1)
     benchmark.run()
     return benchmark, build(benchmark, {}, interrupted=False)
 

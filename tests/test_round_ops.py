@@ -410,8 +410,9 @@ def test_adopt(case, seed):
         assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
 
 
-def follows_the_rule(drafter, seed):
-    """Whether `adopt` leaves of each row what `resolve` says, for one verify result."""
+def assert_adopt_follows_the_rule(in_triton, case, seed):
+    """`adopt` leaves of each row what `resolve` says, for one verify result."""
+    drafter = make_drafter(in_triton, case)
     feedback, round = a_result(drafter, seed), drafter.round
     drafted = [VerifyResult.unpack([0, 0, 0, 0, *numbers]).drafted for numbers in drafter.drafted().tolist()]
     drafter.ops.adopt(feedback.result, feedback.moved)
@@ -423,22 +424,16 @@ def follows_the_rule(drafter, seed):
         assert int(round.pending.length[b]) == expected.pending
 
 
-def followed(in_triton, case, seed):
-    drafter = make_drafter(in_triton, case)
-    # Branch 0 is the pending draft itself, and exists only where rows draft ahead; so nothing is left to chance.
-    follows_the_rule(drafter, seed)
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(cases(*EVERY), seeds)
 def test_adopt_in_torch_follows_the_rule(case, seed):
-    followed(False, case, seed)
+    assert_adopt_follows_the_rule(False, case, seed)
 
 
 @on_kernels()
 @given(cases(*EVERY), seeds)
 def test_adopt_in_triton_follows_the_rule(case, seed):
-    followed(True, case, seed)
+    assert_adopt_follows_the_rule(True, case, seed)
 
 
 def test_a_drafter_that_keeps_a_rejected_draft_is_noticed(monkeypatch):
@@ -454,7 +449,7 @@ def test_a_drafter_that_keeps_a_rejected_draft_is_noticed(monkeypatch):
     monkeypatch.setattr(TorchDraftOps, "adopt", keep)
     with pytest.raises(AssertionError):
         for seed in range(20):
-            followed(False, case._replace(seed=seed), seed)
+            assert_adopt_follows_the_rule(False, case._replace(seed=seed), seed)
 
 
 @on_kernels()

@@ -43,7 +43,7 @@ def test_branches_for_corrections_leave_the_distribution_alone(drafting):
 
 @pytest.mark.parametrize(("policy", "rejection_branches"), [("vanilla", 0), ("specbranch", 0), ("specbranch", 4)])
 @pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
-def test_runners_up_leave_the_distribution_alone(drafting, policy, rejection_branches):
+def test_tree_leaves_leave_the_distribution_alone(drafting, policy, rejection_branches):
     more = {"draft_sampling": drafting, "max_rejection_branches": rejection_branches, "tree_leaves": 4}
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=15_000)
 

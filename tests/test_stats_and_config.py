@@ -35,6 +35,41 @@ def test_settings_do_not_change():
         SpecBranchConfig().policy = "pearl"
 
 
+OLD_SETTINGS = {"max_outcomes": "max_rejection_branches", "runners_up": "tree_leaves"}
+OLD_STATISTICS = {
+    "outcome_points": "rejection_points",
+    "outcome_hits": "rejection_hits",
+    "outcome_hit_rate": "rejection_hit_rate",
+    "runners_up": "tree_leaves",
+    "runner_up_hits": "tree_leaf_hits",
+}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_SETTINGS.items())
+def test_old_names_of_settings_are_accepted(old, new):
+    for make in (lambda: SpecBranchConfig(**{old: 3}), lambda: SpecBranchConfig.from_dict({old: 3})):
+        with pytest.warns(FutureWarning, match=f"SpecBranchConfig.{old} is now called {new}"):
+            settings = make()
+        assert settings == SpecBranchConfig(**{new: 3}) and new in settings.to_dict() and old not in settings.to_dict()
+    with pytest.warns(FutureWarning, match=f"is now called {new}"):
+        assert getattr(settings, old) == 3
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_SETTINGS.items())
+def test_both_names_of_a_setting_are_refused(old, new):
+    with pytest.raises(ValueError, match=f"given both {old} and {new}"):
+        SpecBranchConfig(**{old: 3, new: 4})
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_STATISTICS.items())
+def test_old_names_of_statistics_are_read(old, new):
+    stats = SpecBranchStats(rejection_points=4, rejection_hits=2, tree_leaves=6, tree_leaf_hits=1)
+    with pytest.warns(FutureWarning, match=f"SpecBranchStats.{old} is now called {new}"):
+        assert getattr(stats, old) == getattr(stats, new)
+    with pytest.raises(AttributeError, match="no attribute 'leaves'"):
+        stats.leaves  # noqa: B018
+
+
 def test_runtime_compile_warns_and_runs_as_auto():
     with pytest.warns(FutureWarning, match='runtime="compile" is gone'):
         settings = SpecBranchConfig(runtime="compile")

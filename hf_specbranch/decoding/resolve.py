@@ -272,7 +272,7 @@ def count_round(stats: SpecBranchStats, result: VerifyResult, row: RowResult, re
 
 
 class Accounting:
-    """Counts rounds at a time when nobody waits for it.
+    """Counts rounds. `add` resolves a round at once; `flush` counts it later, while the device runs the next one.
 
     Args:
         stats: where to count.

@@ -136,7 +136,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class LengthHeadConfig:
-    """Settings of a `LengthHead`, saved beside its weights.
+    """Settings of a `LengthHead`, saved with its weights.
 
     Args:
         target: the target whose states it reads.

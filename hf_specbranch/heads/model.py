@@ -53,7 +53,7 @@ class LengthHead(HeadNetwork):
 
         Args:
             target: the model whose states it would read.
-            draft: the model whose drafts it would judge.
+            draft: the model whose drafts it would decide about.
             tokenizer: the pair's; compared by its vocabulary if the head knows one.
 
         Raises:
