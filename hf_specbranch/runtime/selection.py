@@ -60,7 +60,11 @@ def runner_for(
 
 
 def _masks_for(model: PreTrainedModel, role: str) -> MaskMaker:
-    """Return the mask maker that an earlier call found, or probe the model."""
+    """Return the mask maker that an earlier call found, or probe the model.
+
+    The key is that of `mask_maker_for`. While another thread overrides the attention it finds nothing here, and
+    `mask_maker_for`, which knows the model's original attention, finds it.
+    """
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     key = adapter_state(model), model.dtype, attention
     return state_of(model).mask_makers.get(key) or mask_maker_for(model, role)
