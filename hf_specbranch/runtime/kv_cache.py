@@ -16,16 +16,31 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .virtual_memory import VirtualTensor, grow, is_available
+
 BUCKET = 256  # capacity grows in multiples of this many slots
+# Where memory grows in place, it grows by 1,024 slots or 8 MiB for the keys of a layer, whichever is less (but by a
+# BUCKET at least). Pages have 2 MiB: 1,024 slots of 8 heads of 128 in bfloat16 fill one, of 32 heads four. To map them
+# takes the driver a fraction of a millisecond for each layer, so a step should serve many rounds; but 1,024 slots for
+# 64 rows would be gigabytes that may never be used.
+LONGEST_STEP, STEP_BYTES = 1024, 8 << 20
 
 
 class Address:
-    """Says which slots the next forward writes and how many it reads. All layers of a cache share one."""
+    """Says which slots the next forward writes and how many it reads. All layers of a cache share one.
 
-    def __init__(self) -> None:
-        self.slots: Tensor | None = None  # [B, Q]; None: append after what is there
-        self.shown = 0  # attention reads the first `shown` slots
+    Attributes:
+        slots: [B, Q] the slots that are written; None: append after what is there.
+        shown: attention reads the first `shown` slots.
+        capacity: how many slots can be used. The tensors of a layer may have more, which must not be touched.
+        limit: reserve addresses for this many slots, where possible; None: never.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.slots: Tensor | None = None
+        self.shown = 0
         self.capacity = BUCKET
+        self.limit = None if limit is None else _whole_steps(max(limit, BUCKET), BUCKET)
         self._on_device: dict[torch.device, Tensor] = {}
         self._rows: dict[torch.device, Tensor] = {}
 
@@ -50,7 +65,12 @@ class Address:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Stores keys and values of one layer, [B, heads, capacity, head_dim], in the slots that the address names."""
+    """Stores keys and values of one layer, [B, heads, slots, head_dim], in the slots that the address names.
+
+    In memory they are [slots, B, heads, head_dim], so that more slots are more memory at the end. With a limit, on a
+    GPU whose driver can do it, this memory never moves: the tensors span all slots up to the limit, and those up to
+    the capacity have physical memory (`virtual_memory.py`).
+    """
 
     is_sliding = False
 
@@ -58,25 +78,55 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.address = address
         self.appended = 0  # entries written by appending, which only prefill does
+        self.virtual: list[VirtualTensor] = []  # of keys and values, if they never move
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._room_for(key_states, self.address.capacity)
-        self.values = self._room_for(value_states, self.address.capacity)
+        self._allocate(key_states, value_states, self.address.capacity)
         self.is_initialized = True
 
-    @staticmethod
-    def _room_for(states: Tensor, capacity: int) -> Tensor:
-        rows, heads, _, head_dim = states.shape
-        return states.new_zeros((rows, heads, capacity, head_dim))
+    def _allocate(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
+        """Take new memory for keys and values of this form."""
+        limit, states = self.address.limit, (key_states, value_states)
+        shapes = [(one.shape[0], one.shape[1], one.shape[3]) for one in states]
+        virtual: list[VirtualTensor] = []
+        if limit is not None and is_available(key_states.device):
+            for one, shape in zip(states, shapes):
+                virtual.append(VirtualTensor((limit, *shape), one.dtype, one.device, capacity))
+            memory = [tensor.tensor for tensor in virtual]
+        else:
+            memory = [one.new_zeros((capacity, *shape)) for one, shape in zip(states, shapes)]
+        self.virtual = virtual
+        self.keys, self.values = (tensor.permute(1, 2, 0, 3) for tensor in memory)
 
-    def grow(self, capacity: int) -> None:
-        """Enlarge the memory to this many slots, and keep what is stored."""
-        if self.is_initialized and self.keys.shape[2] < capacity:
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = self._room_for(old, capacity)
-                new[:, :, : old.shape[2]] = old
-                setattr(self, name, new)
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a slot, in the larger one of keys and values."""
+        return max(states[:, :, :1].nbytes for states in (self.keys, self.values))
+
+    @property
+    def num_bytes(self) -> int:
+        """The physical memory of keys and values."""
+        if self.virtual:
+            return sum(tensor.mapped_bytes for tensor in self.virtual)
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def move_to_larger_memory(self, capacity: int) -> None:
+        """Take memory for this many slots, and copy what is stored."""
+        kept = self.address.capacity
+        old = self.keys, self.values
+        self._allocate(*old, capacity)
+        for new, before in zip((self.keys, self.values), old):
+            new[:, :, :kept] = before[:, :, :kept]
+
+    def release(self) -> None:
+        """Free the memory. Nothing can be stored until the cache has reserved some again."""
+        self.appended = 0
+        if not self.is_initialized:
+            return
+        for tensor in self.virtual:
+            tensor.release()
+        if not self.virtual:
+            self.keys, self.values = (states[:, :, :0].clone() for states in (self.keys, self.values))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -85,6 +135,8 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.address.slots is None:
             end = self.appended + key_states.shape[2]
+            if end > self.address.capacity:
+                raise IndexError(f"slots up to {end} are written, but {self.address.capacity} are reserved")
             self.keys[:, :, self.appended : end] = key_states
             self.values[:, :, self.appended : end] = value_states
             self.appended = end
@@ -111,22 +163,69 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Holds one `SlotLayer` per layer of the model, created when the first forward reaches it."""
+    """Holds one `SlotLayer` per layer of the model, created when the first forward reaches it.
 
-    def __init__(self) -> None:
-        self.address = Address()
+    Args:
+        limit: reserve addresses for this many slots, so that the memory does not move until it needs more; see
+            `SlotLayer`. Elsewhere the limit has no effect.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.address = Address(limit)
+        self._has_moved = False  # since `reserve` last returned
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.address))
 
     def __bool__(self) -> bool:
         """Return whether anything was appended. Models that test it treat an empty cache as none, even with layers."""
         return any(layer.appended for layer in self.layers)
 
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots, and keep what is stored."""
+    @property
+    def num_bytes(self) -> int:
+        """The physical memory that keys and values take."""
+        return sum(layer.num_bytes for layer in self._initialized())
+
+    def reserve(self, slots: int) -> bool:
+        """Make room for `slots` slots, and keep what is stored.
+
+        Returns:
+            Whether memory that existed has moved, so that graphs which use it are invalid.
+        """
         if slots > self.address.capacity:
-            self.address.capacity = -(-slots // BUCKET) * BUCKET
-            for layer in self.layers:
-                layer.grow(self.address.capacity)
+            self._grow(slots)
+        moved, self._has_moved = self._has_moved, False
+        return moved
+
+    def _grow(self, slots: int) -> None:
+        address, layers = self.address, self._initialized()
+        in_place = [layer for layer in layers if layer.virtual]
+        step = BUCKET
+        if in_place:
+            fitting = STEP_BYTES // max(layer.slot_bytes for layer in in_place)
+            step = max(BUCKET, min(LONGEST_STEP, fitting // BUCKET * BUCKET))
+        capacity = _whole_steps(slots, step)
+        if address.limit is not None and capacity > address.limit:
+            if slots <= address.limit:
+                capacity = address.limit
+            else:
+                address.limit = max(capacity, 2 * address.limit)
+        grow([tensor for layer in in_place for tensor in layer.virtual if tensor.limit >= capacity], capacity)
+        for layer in layers:
+            if layer.keys.shape[2] < capacity:
+                self._has_moved = True  # also if a later layer finds no memory
+                layer.move_to_larger_memory(capacity)
+        address.capacity = capacity
+
+    def _initialized(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]
+
+    def release(self) -> None:
+        """Free the memory of all entries, which are lost, but keep addresses that never move.
+
+        The next `reserve` makes room again. Waits for the device; nothing may run with this cache meanwhile.
+        """
+        for layer in self.layers:
+            layer.release()
+        self.address.capacity = 0
 
     def append(self) -> None:
         """Let the next forward be a prefill, which writes after what earlier prefills wrote."""
@@ -157,8 +256,9 @@ class SlotCache(Cache):
                 self.layers.append(SlotLayer(self.address))
                 self.layers[index].lazy_initialization(keys, values)
             layer = self.layers[index]
-            layer.keys[:, :, first:length] = keys
-            layer.values[:, :, first:length] = values
+            # `to` first: another GPU may have no access to our memory.
+            layer.keys[:, :, first:length] = keys.to(layer.keys.device)
+            layer.values[:, :, first:length] = values.to(layer.values.device)
             layer.appended = length
 
     def store(self, past: Cache, first: int, last: int) -> None:
@@ -166,6 +266,10 @@ class SlotCache(Cache):
         if last > first:
             for index, layer in enumerate(self.layers):
                 past.update(layer.keys[:, :, first:last].clone(), layer.values[:, :, first:last].clone(), index)
+
+
+def _whole_steps(slots: int, step: int) -> int:
+    return -(-slots // step) * step
 
 
 def past_length(past: Cache) -> int:
