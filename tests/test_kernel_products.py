@@ -141,7 +141,7 @@ def test_kernel_writes_stay_inside_their_tensors(guards, queries):
         gated_product(x, randn(70, 1024, dtype=dtype), None, "silu", plan)
     arena = torch.full((2, 1 + 2 * 33 + 1, 2, 64), 77.0, dtype=dtype, device=DEVICE)  # keys and values between guards
     query, key = randn(1, 4, queries, 64, dtype=dtype), randn(1, 2, queries, 64, dtype=dtype)
-    cache = [whole[1:-1].reshape(1, 2, 66, 64) for whole in arena]
+    cache = [whole[1:-1].permute(1, 0, 2)[None] for whole in arena]  # [1, 2, 66, 64], slots outermost in memory
     places = torch.randperm(66, device=DEVICE)[None, :queries]
     angles(torch.arange(queries, device=DEVICE)[None], torch.rand(24, device=DEVICE), 1.0, dtype)
     turned, _ = rotary(query, key, key, key[:, 0], key[:, 1], None, Slots(*cache, places))
