@@ -27,6 +27,8 @@ class SpecBranchStats:
         runtime: what ran the target: "eager" or "graph".
         slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
         graphs_captured: stages captured during this call, which takes time; later calls replay them.
+        capture_seconds: time of this call that went into building kernels and capturing stages.
+        reused_tokens: prompt tokens that were not read again, since their keys and values were still in memory.
         new_tokens: generated tokens.
         target_forwards: forward passes of the target, the prefill included.
         draft_forwards: forward passes of the draft model.
@@ -49,7 +51,7 @@ class SpecBranchStats:
         hidden_seconds: the part of `draft_seconds` during which the target ran.
         plans: what `policy="auto"` chose, predicted and measured, plan by plan.
         time_to_first_token: seconds from the call to the first token.
-        total_seconds: seconds of the whole call.
+        total_seconds: seconds of the whole call, `capture_seconds` included.
 
     Example:
         >>> from hf_specbranch import SpecBranchStats
@@ -61,6 +63,8 @@ class SpecBranchStats:
     runtime: str = ""
     slowed_by: str = ""
     graphs_captured: int = 0
+    capture_seconds: float = 0.0
+    reused_tokens: int = 0
     new_tokens: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
@@ -117,8 +121,13 @@ class SpecBranchStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of the whole call, prefill included."""
+        """New tokens per second of the whole call, prefill and captures included."""
         return _ratio(self.new_tokens, self.total_seconds)
+
+    @property
+    def decoding_seconds(self) -> float:
+        """Seconds of the call without `capture_seconds`: what the same call takes once everything is captured."""
+        return max(0.0, self.total_seconds - self.capture_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates by name, ready for JSON."""

@@ -93,8 +93,11 @@ def stats_lines(stats: SpecBranchStats) -> list[str]:
         lines.append(
             f"last plan of {len(stats.plans)}: {last['plan']}: {last['tokens_per_second']:.0f} per second{expected}"
         )
-    if stats.graphs_captured:
-        lines.append(f"captured {stats.graphs_captured} CUDA graphs; later generations reuse them")
+    if stats.reused_tokens:
+        lines.append(f"{stats.reused_tokens} tokens of the prompt were still in memory and not read again")
+    if stats.graphs_captured or stats.capture_seconds:
+        taken = f" in {stats.capture_seconds:.2f} s" if stats.capture_seconds else ""
+        lines.append(f"captured {stats.graphs_captured} CUDA graphs{taken}; later generations reuse them")
     if stats.slowed_by:
         lines.append(f"slowed: {stats.slowed_by}")
     return lines
