@@ -192,30 +192,47 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         for line in lines(report):
             console.print(line, highlight=False)
         return
-    groups = [tuple(column for group in GROUPS for column in group)] if console.width >= WIDE else GROUPS
-    for group in groups:
-        table = Table(pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-        table.add_column("method", overflow="fold")
-        for column in group:
-            table.add_column(column.title, justify="right", no_wrap=False)
-        for name, row in methods.items():
-            table.add_row(name, *(cell(column, row) for column in group))
-        console.print(table)
-        console.print()
+    print_tables("method", methods, GROUPS, console)
     console.print(LEGEND, style="dim", highlight=False)
     for line in lines(report):
         console.print(line, highlight=False, soft_wrap=False)
 
 
+def print_tables(
+    title: str, rows: dict[str, dict[str, Any]], groups: tuple[tuple[Column, ...], ...], console: Console
+) -> None:
+    """Print rows of figures by name, as one table if the terminal is wide enough, else one table per group."""
+    everything = (tuple(column for group in groups for column in group),)
+    for group in everything if console.width >= WIDE else groups:
+        table = Table(pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column(title, overflow="fold")
+        for column in group:
+            table.add_column(column.title, justify="right", no_wrap=False)
+        for name, row in rows.items():
+            table.add_row(name, *(cell(column, row) for column in group))
+        console.print(table)
+        console.print()
+
+
 def markdown(report: dict[str, Any]) -> str:
     """Return one table with every figure, and the notes below it."""
-    columns = [column for group in GROUPS for column in group]
+    return markdown_page("method", report["methods"], GROUPS, LEGEND, lines(report))
+
+
+def markdown_page(
+    title: str,
+    rows: dict[str, dict[str, Any]],
+    groups: tuple[tuple[Column, ...], ...],
+    legend: str,
+    notes: list[str],
+) -> str:
+    """Return one table of rows of figures by name, its legend and notes."""
+    columns = [column for group in groups for column in group]
     titles = [column.title.replace("\nms", " ms").replace("\ns", " s").replace("\n", "") for column in columns]
-    text = [f"| method | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in report["methods"].items():
+    text = [f"| {title} | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in rows.items():
         text.append(f"| {name} | {' | '.join(cell(column, row) for column in columns)} |")
-    text += ["", LEGEND, "", *(f"- {line}" for line in lines(report))]
-    return "\n".join(text) + "\n"
+    return "\n".join([*text, "", legend, "", *(f"- {line}" for line in notes)]) + "\n"
 
 
 def lines(report: dict[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
-"""`hf-specbranch bench`: compare every method of generating the same tokens, in one process."""
+"""`hf-specbranch bench`: compare every method of generating the same tokens, or replay traffic, in one process."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,12 +17,18 @@ from ..bench.methods import DEFAULT_METHODS, METHODS, Overrides, Pair, check_nam
 from ..bench.plots import save_speedup
 from ..bench.prompts import Prompt, python_prompts, read_prompts
 from ..bench.report import build, markdown, print_report
+from ..bench.traffic import LONGEST, SHORTEST_LONGEST, Traffic, fitting_length
+from ..bench.traffic_report import build_traffic, print_traffic, traffic_markdown
+from ..bench.traffic_run import TrafficBenchmark
 from ..config import RUNTIMES
 from . import options
 from .pair import PairNames, load_bench_pair
 from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, note, terminable
 
 EPILOG = "Methods: " + "; ".join(f"{name}: {title}" for name, title in METHODS.items()) + "."
+# Options that mean nothing with --traffic, and those that mean nothing without it.
+OF_METHODS = ("num_prompts", "temperature", "methods", "repeat", "sweep", "png_file")
+OF_TRAFFIC = ("traffic_max_length", "requests", "steady_runs", "warm_up", "check")
 RENAMED_METHODS = {"specbranch-outcomes": "specbranch-rejections"}  # accepted for one release
 
 
@@ -55,6 +62,14 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw speed-up, rollback, acceptance.")] = None,
+    traffic: Annotated[bool, typer.Option("--traffic", help="Replay changing lengths and batch sizes.")] = False,
+    traffic_max_length: Annotated[
+        int, typer.Option(min=SHORTEST_LONGEST, help="Longest prompt of the traffic; others scale with it.")
+    ] = LONGEST,
+    requests: Annotated[int, typer.Option(min=0, help="Random requests of the traffic.")] = 200,
+    steady_runs: Annotated[int, typer.Option(min=1, help="Repetitions per steady time.")] = 3,
+    warm_up: Annotated[bool, typer.Option("--warm-up", help="Warm up all sizes of the traffic first.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the traffic misses a bar.")] = False,
 ) -> None:
     """Compare transformers' own methods and ours on the same models and prompts.
 
@@ -62,27 +77,39 @@ def bench(
     the first method: plain generate(), unless --methods leaves it out, which saves time on a GPU. Ctrl-C or SIGTERM
     shows and writes what is measured so far.
 
+    With --traffic, our default method replays mixed prompt lengths, growing chats, changing batch sizes and random
+    requests instead, and is compared with its own steady state.
+
     Example: hf-specbranch bench --grow 7b:68m --device cuda --dtype bfloat16 --max-new-tokens 256 --json bench.json
     """
     files = Files(json_file, markdown_file, png_file)
     files.check()
+    check_unused(context, traffic)
+    overrides = Overrides(
+        max_draft_length, confidence_threshold, max_branches, runtime, "auto" if kernels is None else kernels
+    )
     plan = Plan(
         names=check_names(_names(methods)),
-        overrides=Overrides(
-            max_draft_length, confidence_threshold, max_branches, runtime, "auto" if kernels is None else kernels
-        ),
+        overrides=overrides,
         max_new_tokens=max_new_tokens,
         repeat=repeat,
         sweep=_lengths(sweep),
         temperature=temperature,
     )
     check_plan(plan)
-    texts = (read_prompts(prompts) if prompts is not None else python_prompts())[:num_prompts]
+    texts = read_prompts(prompts) if prompts is not None else python_prompts()
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.manual_seed(seed)
     with leaving_cleanly(), terminable():
         pair = load_bench_pair(PairNames(target, draft, grow, length_head, device, dtype))
-        status = measure_and_show(pair, texts, plan, files, _plain(context.params))
+        if traffic:
+            longest = fitting_length(pair, traffic_max_length, max_new_tokens)
+            replayed = Traffic(
+                max_new_tokens, longest, requests=requests, steady_runs=steady_runs, warm_up=warm_up, seed=seed
+            )
+            status = replay_and_show(pair, texts, replayed, overrides, files, _plain(context.params))
+        else:
+            status = measure_and_show(pair, texts[:num_prompts], plan, files, _plain(context.params))
     raise typer.Exit(status)
 
 
@@ -99,7 +126,7 @@ class Files(NamedTuple):
         options.check_file("--markdown", self.markdown)
         options.check_picture(self.png)
 
-    def write(self, report: dict[str, Any]) -> None:
+    def write(self, report: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:
         if self.json is not None:
             self.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if self.markdown is not None:
@@ -129,12 +156,43 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
     try:
         print_report(report, Console())
     finally:  # the reader of a pipe may be gone
-        files.write(report)
+        files.write(report, markdown)
+    return _status(stopped, failed=bool(benchmark.failed))
+
+
+def replay_and_show(
+    pair: Pair, texts: list[Prompt], traffic: Traffic, overrides: Overrides, files: Files, settings: dict[str, Any]
+) -> int:
+    """Replay traffic and report it, interrupted or not.
+
+    Returns:
+        The exit status: 130 or 143 if it was interrupted, 1 if a bar is missed and `settings` has `check`, else 0.
+    """
+    stopped: BaseException | None = None
+    with tqdm(unit="call", leave=False, file=sys.stderr, disable=None) as bar:
+        prompts = [text.prompt for text in texts]
+        benchmark = TrafficBenchmark(pair, prompts, traffic, overrides.settings("auto"), Bar(bar))
+        bar.reset(benchmark.calls)
+        try:
+            benchmark.run()
+        except (KeyboardInterrupt, Exception) as error:  # keep what is measured so far
+            stopped = error
+    report = build_traffic(benchmark, settings, interrupted=stopped is not None)
+    try:
+        print_traffic(report, Console())
+    finally:  # the reader of a pipe may be gone
+        files.write(report, traffic_markdown)
+    missed = settings["check"] and not all(bar["met"] for bar in report["bars"])
+    return _status(stopped, failed=missed)
+
+
+def _status(stopped: BaseException | None, failed: bool) -> int:
+    """Return the exit status; raises what stopped the run unless it was Ctrl-C or SIGTERM."""
     if isinstance(stopped, KeyboardInterrupt):
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     if stopped is not None:
         raise stopped
-    return 1 if benchmark.failed else 0
+    return 1 if failed else 0
 
 
 class Bar(Progress):
@@ -151,6 +209,15 @@ class Bar(Progress):
 
     def say(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)
+
+
+def check_unused(context: typer.Context, traffic: bool) -> None:
+    """Refuse options that mean nothing here, rather than ignore them."""
+    names = OF_METHODS if traffic else OF_TRAFFIC
+    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        listed = ", ".join("--" + name.removesuffix("_file").replace("_", "-") for name in given)
+        raise ValueError(f"{listed}: {'not used with' if traffic else 'only used with'} --traffic, leave it out")
 
 
 def check_plan(plan: Plan) -> None:
