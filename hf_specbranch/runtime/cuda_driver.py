@@ -57,6 +57,7 @@ class AccessDescription(ctypes.Structure):
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {  # addresses and handles are 64-bit integers
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuInit": (c_uint,),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
@@ -96,6 +97,7 @@ class Driver:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, c_int
         ordinal, self._context, self._stream = c_int(), c_void_p(), c_void_p()
+        self._call("cuInit", 0)  # does nothing if torch has done it
         self._call("cuDeviceGet", byref(ordinal), device)
         location = Location(ON_DEVICE, ordinal.value)
         self._properties = AllocationProperties(type=PINNED, location=location)

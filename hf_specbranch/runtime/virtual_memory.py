@@ -87,7 +87,7 @@ def grow(tensors: Sequence[VirtualTensor], entries: int) -> None:
 
 def is_available(device: torch.device) -> bool:
     """Return whether this device has virtual memory management, found out by trying."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return _works(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -214,11 +214,13 @@ class _Unmapping:
 
     def free_waiting(self) -> None:
         with self._changed:
-            while self._waiting and not self._capturing and not torch.cuda.is_current_stream_capturing():
+            while self._waiting and not self._capturing:
                 pages = self._waiting.pop()
                 try:
+                    if torch.cuda.is_current_stream_capturing():
+                        raise RuntimeError("this thread captures a graph")
                     pages.free()
-                except RuntimeError as error:  # somebody else may be capturing
+                except RuntimeError as error:  # somebody captures a graph without saying so, or the device has failed
                     logger.debug("virtual memory is freed later: %s", error)
                     self._waiting.append(pages)
                     return
