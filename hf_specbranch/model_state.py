@@ -22,7 +22,8 @@ class ModelState:
             attention implementation (`runtime.mask_probe`).
         padding_is_plain: whether padded batches are read as plain `generate()` reads them (`padding_check`).
         sync_reason: why a forward cannot be captured, empty if it can (`runtime.cuda_graph`).
-        kernel_check: the model's fingerprint when its kernels were checked, and whether they agreed.
+        kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
+            (`runtime.self_check.KernelUse`).
         kernel_recipe: which modules our kernels replace, and how (`kernels.fuse`).
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.cuda_graph`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
@@ -33,7 +34,7 @@ class ModelState:
     mask_makers: dict[Hashable, Any] = field(default_factory=dict)
     padding_is_plain: bool | None = None
     sync_reason: str | None = None
-    kernel_check: tuple[int, bool] | None = None
+    kernel_check: tuple[int, str] | None = None
     kernel_recipe: Any = None
     idle_runners: dict[Hashable, Any] = field(default_factory=dict)
     warned_eager: str = ""

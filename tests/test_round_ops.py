@@ -47,7 +47,7 @@ from hf_specbranch.decoding.verifier import Verifier
 from hf_specbranch.kernels import rounds
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.parallel_build import is_dry_run
-from hf_specbranch.kernels.rounds import inputs, memory
+from hf_specbranch.kernels.rounds import memory
 from hf_specbranch.kernels.warm_up import _kernels_of_every_model
 from hf_specbranch.runtime.base import Step
 from hf_specbranch.runtime.eager import SMALLEST, EagerRunner
@@ -80,9 +80,8 @@ def on_kernels(examples=50):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Vocabularies and slots are looked at in several pieces."""
+    """Vocabularies are looked at in several pieces."""
     monkeypatch.setattr(memory, "LARGEST_BLOCK", 16)
-    monkeypatch.setattr(inputs, "MOST", 32)
 
 
 class Case(NamedTuple):
@@ -325,10 +324,10 @@ def test_extend(case, further, stops):
     logits, flags, after = some_logits(pair[0], 1), [], []
     for drafter in pair:
         ops, flag = drafter.ops, drafter.round.ahead.clone()
-        ops.point_inputs(SHOWN)
+        ops.point_inputs()
         ops.extend(logits, flag, bound, further, stops)
         flags.append(flag)
-        after.append(ops.draft_inputs(1, SHOWN))
+        after.append(ops.draft_inputs(1))
     assert torch.equal(*flags)
     assert_alike(*reversed(pair))
     assert_inputs(after[1], after[0])  # the kernel has written the inputs of the next step
@@ -342,12 +341,12 @@ def test_extend_branches(case, step):
     for drafter in pair:
         round, ops = drafter.round, drafter.ops
         round.pending.end.copy_(round.point + 1 + round.sent_length % (round.depth + 1))
-        before = TorchDraftOps(round, drafter.model, drafter.hooks).branch_inputs(step, SHOWN)
+        before = TorchDraftOps(round, drafter.model, drafter.hooks).branch_inputs(step)
         ops.inputs = rounds.ForwardInputs(*(part.clone() for part in before))
         ops.feeds_main = True
         ops.extend_branches(logits, step)
         last = step + 1 == round.depth
-        after.append(ops.draft_inputs(1, SHOWN) if last else ops.branch_inputs(step + 1, SHOWN))
+        after.append(ops.draft_inputs(1) if last else ops.branch_inputs(step + 1))
     assert_alike(*reversed(pair))
     assert_inputs(after[1], after[0], slice(0, 1) if step + 1 == pair[0].depth else slice(None))
 
@@ -362,7 +361,7 @@ def test_drawn_tokens(case, step):
     round, side = plain.round, plain.round.side
     for drafter in (plain, quick):
         drafter.round.pending.end.copy_(drafter.round.point + 1 + drafter.round.sent_length % (drafter.depth + 1))
-    before = plain.ops.branch_inputs(step, SHOWN)
+    before = plain.ops.branch_inputs(step)
     round.pending.record(q[:, 0])
     side.extend(step, logits[:, 1:])
     round.pending.next.copy_(drawn[:, 0])
@@ -394,7 +393,7 @@ def test_fork_and_first_inputs(case):
     pair, found = both(case), []
     for drafter in pair:
         drafter.ops.fork()
-        found.append(drafter.ops.branch_inputs(0, SHOWN))
+        found.append(drafter.ops.branch_inputs(0))
     assert torch.equal(pair[0].round.branch_tokens, pair[1].round.branch_tokens)
     assert_alike(*reversed(pair))
     assert torch.equal(pair[0].round.side.tokens, pair[1].round.side.tokens)
@@ -475,7 +474,7 @@ def test_draft_inputs(case):
     for drafter in pair:
         torch.manual_seed(case.seed)
         drafter.round.pending.end.copy_(randint(2, 20, (case.rows,)))
-    found = [[drafter.ops.draft_inputs(step, SHOWN) for step in (0, 1)] for drafter in pair]
+    found = [[drafter.ops.draft_inputs(step) for step in (0, 1)] for drafter in pair]
     for expected, got in zip(*found, strict=True):
         assert_inputs(got, expected)
 
@@ -522,6 +521,7 @@ def test_target_inputs(case, count, leaves, base):
         return Step(torch.zeros((*inputs[0].shape, case.vocabulary)))
 
     runner = small_runner(case.vocabulary)
+    runner.takes_spans = True
     for in_triton in (False, True):
         text, buffers, seen = a_text(case, base)
         first = base - seen.sum(1)
@@ -946,7 +946,7 @@ class Builder:
 class WithoutModel(Drafter):
     """A drafter that runs no model."""
 
-    def _forward(self, inputs):
+    def _forward(self, inputs, shown):
         shape = (*inputs.tokens.shape, self.model.own_vocabulary)
         return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
 

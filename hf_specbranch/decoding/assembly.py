@@ -16,7 +16,7 @@ from ..planning.agreement import Agreement, agreement_from_logits, read_agreemen
 from ..planning.chooser import MAX_HIDDEN, plans_within
 from ..planning.costs import predicted_costs
 from ..planning.online import Planner, knowledge_of
-from ..runtime.eager import EagerRunner, round_up
+from ..runtime.eager import EagerRunner
 from ..runtime.kv_cache import past_length
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCH_SLOTS
@@ -68,6 +68,9 @@ class Assembly:
         self.call, self.recorder, self.stats = call, recorder, stats
         self.runner, self.draft_runner, self.further = runner, draft_runner, further
         self.stopper, self.attention = call.stopper, call.attention()
+        if has_holes(self.attention):  # spans cannot say that
+            for each in (runner, draft_runner or runner):
+                each.takes_spans = False
         self.samples = bool(call.generation_config.do_sample)
         self.ordered = any(map(is_opaque, call.processors))  # processors must be called token by token
         self.guided = any(map(can_guide, call.processors))
@@ -80,8 +83,8 @@ class Assembly:
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
-        longest = max(plan.draft_length for plan in self.plans)
-        self.capacity = self._size(self.stopper.max_length + longest + 3)  # columns of the text
+        self.reach = self.stopper.max_length + max(plan.draft_length for plan in self.plans) + 3  # the last draft too
+        self.capacity = runner.columns(self.reach)  # columns of the text
         self.seeds = call.seeds()
 
     @property
@@ -145,8 +148,15 @@ class Assembly:
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""
-        runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
-        return sum(runner.graphs_captured for runner in runners)
+        return sum(runner.graphs_captured for runner in self._runners)
+
+    def capture_seconds(self) -> float:
+        """The time that captures have taken so far."""
+        return sum(runner.capture_seconds for runner in self._runners)
+
+    @property
+    def _runners(self) -> list[EagerRunner]:
+        return [runner for runner in (self.runner, self.draft_runner) if runner is not None]
 
     def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
         """Return these parts with a drafter for the plan."""
@@ -193,10 +203,6 @@ class Assembly:
             return "inputs, target and draft are not on one device"
         return ""
 
-    def _size(self, needed: int) -> int:
-        """Round up to one of few sizes where buffers and stages are reused."""
-        return round_up(needed) if self.static_shapes else needed
-
     def _buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
         if not self.static_shapes:
             return Buffers(device)
@@ -209,7 +215,7 @@ class Assembly:
     def _target_slots(self) -> int:
         cached = self.attention.shape[1] - self.call.input_ids.shape[1]
         leaves = max(int(plan.tree_leaves) for plan in self.plans)
-        return self._size(cached + self.capacity + leaves)
+        return self.runner.columns(cached + self.reach + leaves)
 
     def _target(self, buffers: Buffers, text: Text) -> Target:
         call, runner = self.call, self.runner
@@ -242,7 +248,7 @@ class Assembly:
         branches = alternatives if policy.forks else 1
         rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
         draws = self.samples and not self.in_step and call.draws_drafts
-        capacity = self._size(self.capacity + (branches + rejection_branches + 2) * (gamma + 1))
+        capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1))
         counts = (gamma, branches, rejection_branches, leaves)
         epsilon = plan.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
@@ -283,6 +289,16 @@ class Assembly:
         if not policy.drafts_first or self.in_step or self.recorder is not None:
             leaves = 0
         return rejection_branches, leaves
+
+
+def has_holes(attention: Tensor) -> bool:
+    """Whether attention [B, S] hides a token after one that it does not hide, as padding on the right does.
+
+    Example:
+        >>> has_holes(torch.tensor([[False, True, True]])), has_holes(torch.tensor([[True, False, True]]))
+        (False, True)
+    """
+    return bool((attention[:, :-1] & ~attention[:, 1:]).any())
 
 
 def scored_tokens(model: PreTrainedModel) -> int:

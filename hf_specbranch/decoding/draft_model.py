@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
+from ..kernels.spans import leading_padding
 from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
 from ..runtime.static_buffers import Buffers
@@ -44,12 +45,14 @@ class DraftModel:
         rows, length = attention.shape
         self.seen = buffers.tensor("draft.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :length] = attention
-        self.slots = torch.arange(capacity, out=buffers.tensor("draft.slots", (capacity,)))
+        self.first = buffers.tensor("draft.first", (rows, 1))  # the first column that is not padding
+        self.first.copy_(leading_padding(attention))
+        columns = torch.arange(capacity, device=self.device)
         # Positions past the draft's context are clamped to its end: drafts there are weak, but must not fail.
         last = None if runner.position_limit is None else runner.position_limit - 1
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
-        self.positions.copy_((self.slots - padding).clamp(min=0, max=last))
+        self.positions.copy_((columns - padding).clamp(min=0, max=last))
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         self.scorer: Scorer | None = None
         if processors:
@@ -66,26 +69,30 @@ class DraftModel:
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
-        if self.buffers.static_shapes and mask is None and fits_captured_prefill(tokens):
+        if self.buffers.static_shapes and mask is None and fits_captured_prefill(self.runner, tokens):
             prefill_captured(self.runner, self.own_tokens(tokens), self.positions)
             return
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # the guide must see every prefix, the prompt included
             self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Return logits [B, Q, V] of the draft."""
+    def forward(self, inputs: ForwardInputs, shown: int) -> Tensor:
+        """Return logits [B, Q, V] of the draft.
+
+        Args:
+            inputs: what it reads.
+            shown: how many slots it reads, with static shapes; otherwise as many as are in use.
+        """
         tokens = self.own_tokens(inputs.tokens)
         if self.buffers.static_shapes:
-            return self.runner.forward_uncaptured(tokens, inputs.positions, inputs.slots, inputs.visible).logits
+            visible = self.runner.visible(inputs.spans, shown, self.seen)
+            return self.runner.forward_uncaptured(tokens, inputs.positions, inputs.slots, visible).logits
         self.stats.draft_forwards += 1
         self.stats.draft_positions += tokens.shape[1]
-        self.runner.reserve(tokens.shape[0], inputs.visible.shape[2])
-        return self.runner.forward(tokens, inputs.positions, inputs.slots, inputs.visible).logits
-
-    def text_up_to(self, columns: Tensor, shown: int) -> Tensor:
-        """Return the mask [B, Q, shown] of tokens in these columns [B, Q]: they see all columns up to their own."""
-        return (self.slots[:shown] <= columns[:, :, None]) & self.seen[:, None, :shown]
+        shown = int(inputs.spans.max())
+        self.runner.reserve(tokens.shape[0], shown)
+        visible = self.runner.visible(inputs.spans, shown, self.seen)
+        return self.runner.forward(tokens, inputs.positions, inputs.slots, visible).logits
 
     def distribution(self, logits: Tensor, prefixes: Callable[[], Prefixes], guides: list[Guide]) -> Tensor:
         """Return probabilities [B, n, V] over the target's vocabulary, after the processors.

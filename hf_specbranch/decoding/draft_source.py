@@ -66,7 +66,7 @@ class DraftOps(Protocol):
         """Resolve the last round: what survived becomes the pending draft. `moved`: in some row a side branch does."""
         ...
 
-    def draft_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def draft_inputs(self, step: int) -> ForwardInputs | None:
         """Return the inputs of step `step` of a new draft; None if every distribution needed is known."""
         ...
 
@@ -90,7 +90,7 @@ class DraftOps(Protocol):
         """Find the likeliest rejections of the draft that is sent."""
         ...
 
-    def point_inputs(self, shown: int) -> ForwardInputs | None:
+    def point_inputs(self) -> ForwardInputs | None:
         """Return the inputs for the distribution at the branch point; None if it is known."""
         ...
 
@@ -98,7 +98,7 @@ class DraftOps(Protocol):
         """Choose the first tokens of the branches: up to k_max at the branch point, and the likely rejections."""
         ...
 
-    def branch_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def branch_inputs(self, step: int) -> ForwardInputs | None:
         """Return the inputs of step `step` of all branches; None if there is nothing to feed."""
         ...
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.spans import make_spans
 from ..runtime.static_buffers import Buffers
 from .acceptance import draw
 from .draft_model import DraftModel
@@ -186,12 +187,10 @@ class SideBranches:
             self.slots[:, :, step],
         )
 
-    def visible(self, step: int, shown: int) -> Tensor:
-        """[B, W, shown]: the text before the first token, and the branch's own slots so far."""
-        slots, own_slots = self.model.slots[:shown], self.slots
-        before = (slots < self.forks[:, : self.count, None]) & self.model.seen[:, None, :shown]
-        own = (slots >= own_slots[:, :, :1]) & (slots <= own_slots[:, :, step : step + 1])
-        return before | own
+    def spans(self, step: int) -> Tensor:
+        """[B, W, 4] what the branches see: the text before their first token, and their own slots so far."""
+        own = self.slots
+        return make_spans(self.model.first, self.forks[:, : self.count], own[:, :, 0], own[:, :, step] + 1)
 
     def extend(self, step: int, logits: Tensor) -> None:
         """Choose the next token of each branch from logits [B, W, V]."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
+from ..kernels.spans import make_spans
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
@@ -107,7 +108,7 @@ class Drafter:
         return self.ops.drafted()
 
     def _slots_shown(self, reached: int) -> int:
-        """How many slots a stage with static shapes reads."""
+        """How many slots a stage with static shapes reads; see `EagerRunner.bucket`."""
         if not self.round.static_shapes:
             return 0
         needed = reached + self.round.pending.reach + self.round.side.slots_needed
@@ -134,7 +135,7 @@ class Drafter:
         for step in range(self.gamma):
             if self._nobody(round.going & (round.pending.end < round.bound)):
                 break
-            logits = self._forward(ops.draft_inputs(step, shown))
+            logits = self._forward(ops.draft_inputs(step), shown)
             ops.extend(logits, round.going, round.bound, stops=True)
 
     def _kept(self, features: Tensor | None) -> Tensor:
@@ -156,18 +157,18 @@ class Drafter:
         round, ops = self.round, self.ops
         if self._nobody(round.ahead):
             return
-        ops.extend(self._forward(ops.point_inputs(shown)), round.ahead, round.point, further=1)
+        ops.extend(self._forward(ops.point_inputs(), shown), round.ahead, round.point, further=1)
         ops.fork()  # up to k_max branches, the less confident the draft is the more
         for step in range(self.depth):
             if ops.is_branching_done():
                 break
-            ops.extend_branches(self._forward(ops.branch_inputs(step, shown)), step)
+            ops.extend_branches(self._forward(ops.branch_inputs(step), shown), step)
         if round.following is not None:  # the main branch starts after all draft tokens, where there are no leaves
             round.following[:, 1:] = round.side.tokens[:, :, 1]
         ops.release()
 
-    def _forward(self, inputs: ForwardInputs | None) -> Tensor | None:
-        return None if inputs is None else self.model.forward(inputs)
+    def _forward(self, inputs: ForwardInputs | None, shown: int) -> Tensor | None:
+        return None if inputs is None else self.model.forward(inputs, shown)
 
     def _nobody(self, rows: Tensor) -> bool:
         """Whether no row takes part, where the device may be asked."""
@@ -214,23 +215,23 @@ class TorchDraftOps:
         if self.model.guide is not None and bool(rows.rejected[0]):
             self.model.guide.rewind(int(column[0]))
 
-    def draft_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def draft_inputs(self, step: int) -> ForwardInputs | None:
         # At first the target's own token, and the one before it if the whole draft was accepted.
-        return self._pending_inputs(2 if step == 0 else 1, shown, self.round.going)
+        return self._pending_inputs(2 if step == 0 else 1, self.round.going)
 
-    def _pending_inputs(self, queries: int, shown: int, wanted: Tensor) -> ForwardInputs | None:
+    def _pending_inputs(self, queries: int, wanted: Tensor) -> ForwardInputs | None:
         """Return the last tokens of each pending draft, if a wanted row has some that the draft has not read."""
         pending, model = self.round.pending, self.model
         if not self.round.static_shapes:
             if not bool((wanted & (pending.cached < pending.end)).any()):
                 return None
-            queries, shown = max(1, int((pending.end - pending.cached).max())), int(pending.end.max())
+            queries = max(1, int((pending.end - pending.cached).max()))
         columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=0)  # [B, Q]
         return ForwardInputs(
             pending.ids.gather(1, columns),
             columns,
             model.positions.gather(1, columns),
-            model.text_up_to(columns, shown),
+            make_spans(model.first, columns + 1),
         )
 
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
@@ -261,9 +262,9 @@ class TorchDraftOps:
 
     # ---- branch
 
-    def point_inputs(self, shown: int) -> ForwardInputs | None:
+    def point_inputs(self) -> ForwardInputs | None:
         round = self.round
-        return self._pending_inputs(1, shown, round.ahead & (round.pending.end == round.point))
+        return self._pending_inputs(1, round.ahead & (round.pending.end == round.point))
 
     def fork(self) -> None:
         round, pending = self.round, self.round.pending
@@ -302,22 +303,20 @@ class TorchDraftOps:
     def is_branching_done(self) -> bool:
         return not self.round.static_shapes and not self.round.side.count and not bool(self._wants.any())
 
-    def branch_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def branch_inputs(self, step: int) -> ForwardInputs | None:
         round, pending, model = self.round, self.round.pending, self.model
         static = round.static_shapes
         self.feeds_main = static or bool((self._wants & (pending.cached < pending.end)).any())
-        if not static:
-            shown = max(int(pending.end.max()), int(round.point.max()) + round.side.slots_needed)
         parts = []
         if self.feeds_main:
             column = pending.end[:, None] - 1
-            parts.append((pending.ids.gather(1, column), column, column, model.text_up_to(column, shown)))
+            parts.append((pending.ids.gather(1, column), column, column, make_spans(model.first, column + 1)))
         if round.side.count:
-            parts.append((*round.side.inputs(step), round.side.visible(step, shown)))
+            parts.append((*round.side.inputs(step), round.side.spans(step)))
         if not parts:
             return None
-        tokens, columns, slots, visible = (torch.cat(each, dim=1) for each in zip(*parts))
-        return ForwardInputs(tokens, slots, model.positions.gather(1, columns), visible)
+        tokens, columns, slots, spans = (torch.cat(each, dim=1) for each in zip(*parts))
+        return ForwardInputs(tokens, slots, model.positions.gather(1, columns), spans)
 
     def extend_branches(self, logits: Tensor | None, step: int) -> None:
         round, pending = self.round, self.round.pending

@@ -80,7 +80,7 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
         further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
         assembly = Assembly(call, runner, draft_runner, further, recorder, stats)
-        captured_before = assembly.captures()
+        captured_before, seconds_before = assembly.captures(), assembly.capture_seconds()
         parts = assembly.parts()
         text, draft_device = parts.text, (draft_runner or runner).device
         with Overlap(parts.target.device, draft_device, stats, inline=text.static_shapes) as overlap:
@@ -88,6 +88,7 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
             follow(assembly, parts, overlap)
         stats.new_tokens += text.gained
         stats.graphs_captured += assembly.captures() - captured_before
+        stats.capture_seconds += assembly.capture_seconds() - seconds_before
         stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
         if call.pause is None or all(text.ended_rows(call.pause)):
             if call.streamer is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
+from ..kernels.spans import leading_padding, make_spans
 from ..request import FallBack
 from ..runtime.base import Step
 from ..runtime.eager import EagerRunner
@@ -67,6 +68,7 @@ class Target:
         self.has_further = bool(self.further.names)
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
+        self.base_on_device = buffers.tensor("target.base", (1,)).fill_(self.base)
         self.first_position = buffers.tensor("target.first_position", (rows, 1))
         self.first_position.copy_(first_position[:, None])
         self.axes = axes if axes is not None and bool(axes.any()) else None  # text alone has the same on all axes
@@ -79,13 +81,15 @@ class Target:
         self.last, self.room = buffers.tensor("target.last", (1,)).fill_(last), last + 2 - self.base
         self.seen = buffers.tensor("target.seen", (rows, capacity), torch.bool).fill_(True)
         self.seen[:, :filled] = attention
+        self.first = buffers.tensor("target.first", (rows, 1))  # the first slot that is not padding
+        self.first.copy_(leading_padding(attention))
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
         self._count()
         prompt = self.text.ids[:, : self.text.prompt_length]
-        if self.buffers.static_shapes and self.tokens_alone and fits_captured_prefill(prompt):
+        if self.buffers.static_shapes and self.tokens_alone and fits_captured_prefill(self.runner, prompt):
             positions = self._positions(self.slots[None])  # [B, capacity]
             return Step(self.buffers.keep("target.logits1", prefill_captured(self.runner, prompt, positions)))
         filled = self.base + self.text.prompt_length
@@ -110,7 +114,7 @@ class Target:
         if not self.buffers.static_shapes:
             return self._pass(draft_tokens, shown, self._forward)
         shown, queries = self.runner.bucket(shown), draft_tokens.tokens.shape[1] + 1 + leaves
-        key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, self.base, draft_tokens.memory)
+        key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, draft_tokens.memory)
         stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
         self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=self.in_triton)
         return self._kept_step(queries)
@@ -145,7 +149,7 @@ class Target:
         self.runner.reserve(self.text.ids.shape[0], shown)
         self._count()
         slots = self.slots[None, self.base + first : shown].expand(self.text.ids.shape[0], -1)
-        visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
+        visible = self.runner.visible(make_spans(self.first, slots + 1), shown, self.seen)
         tokens = self.text.ids[:, first:last].to(self.device)
         further = self.further.of(last - first)
         positions = self._on_all_axes(self._positions(slots))
@@ -162,41 +166,40 @@ class Target:
 
     def _pass(self, draft_tokens: DraftTokens, shown: int, forward: Callable[..., Step]) -> Step:
         make = self._inputs_in_triton if self.in_triton else self._inputs_in_torch
-        inputs = make(draft_tokens, shown)
-        step = forward(inputs.tokens, inputs.positions, inputs.slots, inputs.visible, **self.outputs)
+        inputs = make(draft_tokens)
+        visible = self.runner.visible(inputs.spans, shown, self.seen)
+        step = forward(inputs.tokens, inputs.positions, inputs.slots, visible, **self.outputs)
         return step if draft_tokens.leaves is None else self._without_first(step)
 
     # ---- one operation, in torch and in Triton
 
-    def _inputs_in_torch(self, draft_tokens: DraftTokens, shown: int) -> ForwardInputs:
+    def _inputs_in_torch(self, draft_tokens: DraftTokens) -> ForwardInputs:
         """Return what the target reads: the last token and the draft; with leaves also the token before, and these."""
         tokens, columns = self.text.last_and_draft(draft_tokens)  # [B, N + 1]
         leaves = draft_tokens.leaves
         if leaves is None:
-            slots = (columns + self.base).to(self.device)
-            visible = (self.slots[:shown] <= slots[:, :, None]) & self.seen[:, None, :shown]
-            return ForwardInputs(tokens.to(self.device), slots, self._positions(slots), visible)
+            slots = columns.to(self.device) + self.base_on_device
+            spans = make_spans(self.first, slots + 1)
+            return ForwardInputs(tokens.to(self.device), slots, self._positions(slots), spans)
         again, before = self.text.before_last()
         tokens = torch.cat([again, tokens, leaves.tokens.to(tokens.device)], dim=1).to(self.device)
-        slots = (torch.cat([before, columns], dim=1) + self.base).to(self.device)  # [B, N + 2]
-        visible = self.slots[:shown] <= slots[:, :, None]
+        slots = torch.cat([before, columns], dim=1).to(self.device) + self.base_on_device  # [B, N + 2]
         # A leaf sees the draft tokens before its position, and itself, in a slot after the draft.
-        places = (slots[:, 1:2] + 1 + leaves.at.clamp(min=0).to(self.device))[:, :, None]  # [B, W, 1]
+        places = slots[:, 1:2] + 1 + leaves.at.clamp(min=0).to(self.device)  # [B, W]
         own = slots[:, -1:] + 1 + self.slots[: leaves.at.shape[1]]  # [B, W]
-        sees = (self.slots[:shown] < places) | (self.slots[:shown] == own[:, :, None])
-        visible = torch.cat([visible, sees], dim=1) & self.seen[:, None, :shown]
-        positions = self._positions(torch.cat([slots, places[:, :, 0]], dim=1))
-        return ForwardInputs(tokens, torch.cat([slots, own], dim=1), positions, visible)
+        spans = torch.cat([make_spans(self.first, slots + 1), make_spans(self.first, places, own, own + 1)], dim=1)
+        positions = self._positions(torch.cat([slots, places], dim=1))
+        return ForwardInputs(tokens, torch.cat([slots, own], dim=1), positions, spans)
 
-    def _inputs_in_triton(self, draft_tokens: DraftTokens, shown: int) -> ForwardInputs:
+    def _inputs_in_triton(self, draft_tokens: DraftTokens) -> ForwardInputs:
         """The same in one kernel."""
         rows, count = draft_tokens.tokens.shape
         leaves = None if draft_tokens.leaves is None else (draft_tokens.leaves.tokens, draft_tokens.leaves.at)
         queries = count + 1 if leaves is None else count + 2 + leaves[0].shape[1]
-        inputs = empty_inputs(rows, queries, min(shown, self.slots.shape[0]), self.device)
+        inputs = empty_inputs(rows, queries, self.device)
         verify_inputs(
             self.text.ids, self.text.result.packed, draft_tokens.tokens, leaves, self.first_position, self.last,
-            self.seen, self.base, inputs,
+            self.first, self.base_on_device, inputs,
         )  # fmt: skip
         return inputs
 

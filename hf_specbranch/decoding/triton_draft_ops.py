@@ -96,11 +96,11 @@ class TritonDraftOps:
             self.after,
         )
 
-    def draft_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def draft_inputs(self, step: int) -> ForwardInputs | None:
         if step > 0:
             return self.inputs
-        self.inputs = self._pending_inputs(1, shown)
-        return self._pending_inputs(2, shown)  # the target's own token, and perhaps one before it
+        self.inputs = self._pending_inputs(1)
+        return self._pending_inputs(2)  # the target's own token, and perhaps one before it
 
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         assert logits is not None
@@ -122,8 +122,8 @@ class TritonDraftOps:
 
     # ---- branch
 
-    def point_inputs(self, shown: int) -> ForwardInputs | None:
-        self.inputs = self._pending_inputs(1, shown)
+    def point_inputs(self) -> ForwardInputs | None:
+        self.inputs = self._pending_inputs(1)
         return self.inputs
 
     def fork(self) -> None:
@@ -139,13 +139,13 @@ class TritonDraftOps:
     def is_branching_done(self) -> bool:
         return False
 
-    def branch_inputs(self, step: int, shown: int) -> ForwardInputs | None:
+    def branch_inputs(self, step: int) -> ForwardInputs | None:
         if step == 0:
             round, model = self.round, self.model
-            self.inputs = self._empty_inputs(1 + round.side.most, shown)
+            self.inputs = self._empty_inputs(1 + round.side.most)
             open_branches(
-                self.pending, self.side, round.point, round.branch_tokens, round.branch_at, model.positions, model.seen,
-                self.inputs,
+                self.pending, self.side, round.point, round.branch_tokens, round.branch_at, model.positions,
+                model.first, self.inputs,
             )  # fmt: skip
         return self.inputs
 
@@ -187,10 +187,10 @@ class TritonDraftOps:
         positions = self.model.positions
         advance(logits, self.pending, self.inputs, positions, flag, bound, self.round.count, noise=noise, **how)
 
-    def _pending_inputs(self, queries: int, shown: int) -> ForwardInputs:
-        inputs = self._empty_inputs(queries, shown)
-        pending_inputs(self.pending, self.model.positions, self.model.seen, inputs)
+    def _pending_inputs(self, queries: int) -> ForwardInputs:
+        inputs = self._empty_inputs(queries)
+        pending_inputs(self.pending, self.model.positions, self.model.first, inputs)
         return inputs
 
-    def _empty_inputs(self, queries: int, shown: int) -> ForwardInputs:
-        return empty_inputs(self.pending.rows, queries, min(shown, self.model.slots.shape[0]), self.device)
+    def _empty_inputs(self, queries: int) -> ForwardInputs:
+        return empty_inputs(self.pending.rows, queries, self.device)

@@ -5,8 +5,9 @@ largest score m, the sum of exponentials l, the weighted sum of values), and a s
 
     out = sum_s exp(m_s - m) acc_s / (exp(sink - m) + sum_s exp(m_s - m) l_s),    m = max(sink, max_s m_s)
 
-The queries of all heads that share keys are the rows of one matrix product. Blocks of keys that no query sees are
-skipped (`blocks.py`), so a cache may be much larger than what is in use.
+The queries of all heads that share keys are the rows of one matrix product. What a query sees is given by spans
+(`spans.py`) or by a mask. Spans are read by the kernel, and nothing else depends on the length of the text: neither
+the grid nor the number of splits. With a mask, blocks of keys that no query sees are skipped (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from .backend import (
     wait_after,
     wait_for_dependencies,
 )
-from .blocks import Blocks, blocks_in_use, mask_kind, visible
+from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
+from .spans import is_spans, spans_to_mask
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
-STAGES = 5  # of the pipeline: two blocks in flight, since the position of a block is itself loaded
+SPANS = 3  # the kind of a mask that is given by spans; see `mask_kind` for the others
+# Stages of the pipeline. With a mask, two blocks are in flight, since the position of a block is itself loaded.
+STAGES, STAGES_WITH_MASK = 4, 5
 
 
 def attend(
@@ -51,7 +55,8 @@ def attend(
         query: [B, Hq, Q, D].
         key: [B, Hkv, S, D], Hkv dividing Hq.
         value: [B, Hkv, S, D].
-        mask: [B or 1, 1, Q, S], boolean (True: visible) or additive; None: everything is visible.
+        mask: [B or 1, 1, Q, S], boolean (True: visible) or additive; or spans [B, 1, Q, 4] of int32; None: everything
+            is visible. With spans, no key outside of the blocks that they touch is read.
         scaling: factor of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: [Hq], an extra score per head that takes weight and adds no value.
@@ -69,31 +74,42 @@ def attend(
         return attend_reference(query, key, value, mask, scaling, softcap, sinks)
     rows, heads, queries, size = query.shape
     key_heads, slots = key.shape[1], key.shape[2]
-    blocks = blocks or blocks_in_use(mask, rows, slots, query)
+    by_spans = mask is not None and is_spans(mask)
     packed = heads // key_heads * queries
     exact = query.dtype == torch.float32
     tile = min(power_of_two(packed, 16), 16 if exact else 64 if size <= 128 else 32)
     tiles = triton.cdiv(packed, tile)
-    splits = _splits(rows * key_heads * tiles, blocks.listed.shape[1], query.device)
-    partial = query.new_empty((rows, heads, queries, splits, size), dtype=torch.float32)
-    scores = query.new_empty((2, rows, heads, queries, splits), dtype=torch.float32)
+    if by_spans:
+        listed, number, block = mask, mask, block_size(query)
+        most_blocks = MOST_SPLITS
+    else:
+        blocks = blocks or blocks_in_use(mask, rows, slots, query)
+        listed, number, block = blocks
+        most_blocks = listed.shape[1]
+    splits = _splits(rows * key_heads * tiles, most_blocks, query.device)
+    out = query.new_empty((rows, queries, heads, size))
+    partial, scores = out, out
+    if splits > 1:
+        partial = query.new_empty((rows, heads, queries, splits, size), dtype=torch.float32)
+        scores = query.new_empty((2, rows, heads, queries, splits), dtype=torch.float32)
     seen = query if mask is None else mask.expand(rows, -1, -1, -1)
     mask_strides = (0, 0) if mask is None else (seen.stride(0), seen.stride(2))
+    sink = sinks if sinks is not None else scores
     _split_kernel[(tiles, rows * key_heads, splits)](
-        query, key, value, seen, blocks.listed, blocks.number, partial, scores, scores[1],
-        scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, blocks.listed.shape[1],
+        query, key, value, seen, listed, number, partial, scores, scores[-1], sink,
+        scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, most_blocks,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
-        MASK=mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
-        TILE=tile, BLOCK=blocks.size, SIZE=power_of_two(size, 16),
+        MASK=SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
+        SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
-        num_stages=1 if exact else STAGES, **dependent_launch(query.device),
+        num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK, **dependent_launch(query.device),
     )  # fmt: skip
-    out = query.new_empty((rows, queries, heads, size))
-    _combine_kernel[(queries, heads, rows)](
-        partial, scores, scores[1], sinks if sinks is not None else scores, out, size, splits,
-        SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
-        **dependent_launch(query.device),
-    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(queries, heads, rows)](
+            partial, scores, scores[1], sink, out, size, splits,
+            SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16), num_warps=1,
+            **dependent_launch(query.device),
+        )  # fmt: skip
     return out
 
 
@@ -107,6 +123,8 @@ def attend_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute what `attend` does, in plain torch: at least float32 throughout, rounded once at the end."""
+    if mask is not None and is_spans(mask):
+        mask = spans_to_mask(mask[:, 0], key.shape[2])[:, None]
     groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (states.to(wide).repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query.to(wide) @ key.transpose(2, 3) * scaling
@@ -135,8 +153,9 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
         and query.shape[2] <= MOST_QUERIES
         and query.shape[3] == value.shape[3] <= 256
         and all(states.stride(3) == 1 for states in (query, key, value))
-        and (mask is None or (mask.shape[1] == 1 and mask.shape[3] == key.shape[2] and mask.stride(3) == 1))
-        and (mask is None or mask.dtype in (torch.bool, query.dtype))
+        and (mask is None or (mask.shape[1] == 1 and mask.stride(3) == 1))
+        and (mask is None or is_spans(mask) or mask.shape[3] == key.shape[2])
+        and (mask is None or is_spans(mask) or mask.dtype in (torch.bool, query.dtype))
     )
 
 
@@ -151,6 +170,7 @@ def _split_kernel(
     partial: Value,
     maxima: Value,
     sums: Value,
+    sinks: Value,
     scaling: Value,
     softcap: Value,
     key_heads: Value,
@@ -174,6 +194,8 @@ def _split_kernel(
     MASK: constexpr,
     SOFTCAP: constexpr,
     EXACT: constexpr,
+    SINKS: constexpr,
+    WHOLE: constexpr,
     TILE: constexpr,
     BLOCK: constexpr,
     SIZE: constexpr,
@@ -199,11 +221,29 @@ def _split_kernel(
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
-    # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use. The first is loaded
-    # along with their number; if it is not one of those listed, the loop does not use it.
-    first = tl.load(listed + row * blocks + split)
-    for turn in range(split, tl.load(count + row), splits):
-        slot = tl.load(listed + row * blocks + turn, mask=turn != split, other=first) * BLOCK + tl.arange(0, BLOCK)
+    # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use.
+    if MASK == 3:
+        first = tl.load(masks, mask=real[:, None], other=0)
+        end = tl.load(masks + 1, mask=real[:, None], other=0)
+        own_first = tl.load(masks + 2, mask=real[:, None], other=0)
+        own_end = tl.load(masks + 3, mask=real[:, None], other=0)
+        # Empty spans of a query must not widen the range that its tile reads.
+        far: tl.constexpr = 2147483647
+        lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
+        highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
+        before_first = tl.min(tl.min(lowest, 1), 0) // BLOCK
+        number = tl.cdiv(tl.max(tl.max(highest, 1), 0), BLOCK) - before_first
+        listed_first = before_first
+    else:
+        # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
+        number = tl.load(count + row)
+        listed_first = tl.load(listed + row * blocks + split)
+    for turn in range(split, number, splits):
+        if MASK == 3:
+            slot = (listed_first + turn) * BLOCK + tl.arange(0, BLOCK)
+        else:
+            block = tl.load(listed + row * blocks + turn, mask=turn != split, other=listed_first)
+            slot = block * BLOCK + tl.arange(0, BLOCK)
         inside = slot < slots
         place = slot.to(tl.int64)
         key_block = tl.load(
@@ -222,6 +262,9 @@ def _split_kernel(
             bias = tl.load(masks + slot[None, :], mask=seen, other=float("-inf"))
             seen = visible(bias, MASK)
             score += bias.to(tl.float32)
+        elif MASK == 3:
+            in_text = (slot[None, :] >= first) & (slot[None, :] < end)
+            seen = in_text | ((slot[None, :] >= own_first) & (slot[None, :] < own_end))
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -236,11 +279,24 @@ def _split_kernel(
         else:
             result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
         top = new_top
-    before = (row * key_heads + shared) * group * queries * splits
-    target = packed * splits + split
-    tl.store(maxima + before + target, top, mask=real)
-    tl.store(sums + before + target, total, mask=real)
-    tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=inside_tile)
+    if WHOLE:  # there is nothing to combine
+        if SINKS:
+            sink = tl.load(sinks + shared * group + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            highest_score = tl.maximum(top, sink)
+            rescale = tl.exp2(top - highest_score)
+            total = total * rescale + tl.exp2(sink - highest_score)
+            result = result * rescale[:, None]
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        heads = key_heads * group
+        place = ((row * queries + token) * heads + shared * group + head) * size
+        tl.store(partial + place[:, None] + lane[None, :], result.to(partial.dtype.element_ty), mask=inside_tile)
+    else:
+        before = (row * key_heads + shared) * group * queries * splits
+        target = packed * splits + split
+        tl.store(maxima + before + target, top, mask=real)
+        tl.store(sums + before + target, total, mask=real)
+        used = inside_tile & (top > float("-inf"))[:, None]  # nobody reads the others
+        tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=used)
 
 
 @varying("splits")
@@ -267,7 +323,7 @@ def _combine_kernel(
     totals = tl.load(sums + first + split, mask=split < splits, other=0.0)
     results = tl.load(
         partial + first * size + (split * size)[:, None] + lane[None, :],
-        mask=(split < splits)[:, None] & (lane < size)[None, :],
+        mask=(tops > float("-inf"))[:, None] & (lane < size)[None, :],
         other=0.0,
     )
     highest = tl.max(tops, 0)

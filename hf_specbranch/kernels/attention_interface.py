@@ -20,8 +20,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention import attend, attend_reference, fits
+from .attention import MOST_QUERIES, attend, attend_reference, fits
+from .backend import serves
 from .blocks import Blocks, blocks_in_use
+from .prefill_attention import attend_chunk
+from .spans import is_spans
 
 NAME = "specbranch"
 UNCAPPED = "specbranch_uncapped"  # replaces an implementation that ignores `softcap` and `s_aux`
@@ -43,18 +46,20 @@ def specbranch_attention(
     """Compute attention with the signature that transformers expects.
 
     A few queries under an explicit mask go to the split kernel. Long prompts, and whatever the kernel cannot take, go
-    to sdpa. The mask already contains a sliding window.
+    to sdpa. The mask already contains a sliding window. In place of a mask our own runner gives spans (`spans.py`).
 
     Args:
         query: [B, Hq, Q, D].
         key: [B, Hkv, S, D].
         value: [B, Hkv, S, D].
-        attention_mask: [B, 1, Q, S] or None.
+        attention_mask: [B, 1, Q, S], or spans [B, 1, Q, 4], or None.
 
     Returns:
         [B, Q, Hq, D] and None: no weights are kept.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and is_spans(attention_mask):
+        return _attend_by_spans(query, key, value, attention_mask, scaling, softcap, s_aux), None
     compiling = torch.compiler.is_compiling()  # the compiler cannot trace our kernels
     if attention_mask is not None and dropout == 0 and not compiling and fits(query, key, value, attention_mask):
         blocks = _blocks(attention_mask, query, key)
@@ -68,6 +73,23 @@ def specbranch_attention(
         past = key.shape[2] - query.shape[2]
         attention_mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril(past)[None, None]
     return attend_reference(query, key, value, attention_mask, scaling, softcap, s_aux), None
+
+
+def _attend_by_spans(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory."""
+    if query.shape[2] > MOST_QUERIES:
+        return attend_chunk(query, key, value, spans, scaling, softcap, sinks)
+    if serves(query.device) and not fits(query, key, value, spans):
+        raise ValueError(f"the kernel cannot take queries {tuple(query.shape)} and values {tuple(value.shape)}")
+    return attend(query, key, value, spans, scaling, softcap, sinks)
 
 
 def _uncapped_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

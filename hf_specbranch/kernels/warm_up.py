@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from .backend import serves
-from .blocks import blocks_in_use
 from .parallel_build import build_in_background
-from .rounds import ForwardInputs, verify_draft, verify_inputs
-
-SLOTS, SIZE = 256, 128  # visible slots of a short text, and head size; other sizes share most of these kernels
+from .rounds import empty_inputs, verify_draft, verify_inputs
 
 
 def warm_up_in_background(device: torch.device) -> None:
@@ -33,8 +30,6 @@ def _kernels_of_every_model(device: torch.device) -> None:
     def numbers(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.long, device=device)
 
-    visible = torch.zeros((1, 1, SLOTS), dtype=torch.bool, device=device)
-    blocks_in_use(visible[None], 1, SLOTS, torch.empty((1, 1, 1, SIZE), dtype=torch.bfloat16, device=device))
     one, ids, draft_tokens, round_result = numbers(1), numbers(1, 1), numbers(1, 0), numbers(7, 1)
     verify_draft(
         ids,
@@ -49,4 +44,4 @@ def _kernels_of_every_model(device: torch.device) -> None:
         numbers(1, 10),
         one,
     )
-    verify_inputs(ids, round_result, draft_tokens, None, ids, one, visible[0], 0, ForwardInputs(ids, ids, ids, visible))
+    verify_inputs(ids, round_result, draft_tokens, None, ids, one, ids, one, empty_inputs(1, 1, device))

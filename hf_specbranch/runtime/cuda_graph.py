@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_interface import original_attention
+from ..kernels.spans import is_spans, make_spans
 from ..model_state import every_buffer, every_module, every_parameter, state_of
 from .base import Step
 from .eager import SMALLEST, EagerRunner, MaskMaker, round_up
-from .self_check import PARENTS, kernels_agree
+from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote 
 MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
 MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
 MOST_BUFFERS = 24  # settings whose static buffers and captured stages are kept; the least recently used go first
+COLUMNS = 1 << 13  # the width of buffers that are indexed by column; four times as much for a longer text
+LIMIT = 1 << 17  # slots that addresses are reserved for; a longer text moves the cache, and graphs are captured again
 
 
 class Captured(NamedTuple):
@@ -41,23 +44,32 @@ class Captured(NamedTuple):
     tokens: Tensor  # [B, Q]
     positions: Tensor  # [B, Q]
     slots: Tensor  # [B, Q]
-    visible: Tensor  # [B, Q, S]
+    visible: Tensor  # [B, Q, S], or spans [B, Q, 4]
     step: Step  # what they write
 
 
 class GraphRunner(EagerRunner):
     """Replays forwards as CUDA graphs, and hands out static buffers whose stages are captured as a whole.
 
-    A forward is keyed by rows, queries, the number of slots shown (rounded up to few sizes) and the extra arguments.
-    The next forward with the same key overwrites what `forward` returned.
+    A forward is keyed by rows, queries and the extra arguments; under masks also by the number of slots shown, rounded
+    up to few sizes. The next forward with the same key overwrites what `forward` returned.
+
+    Args:
+        model: the model.
+        masks: makes its masks.
+        layers: how the layers run.
+        takes_spans: attention runs through our kernels, which read spans.
     """
 
     captures = True
 
-    def __init__(self, model: PreTrainedModel, masks: MaskMaker, layers: Layers = "plain") -> None:
-        super().__init__(model, masks)
-        self.layers = layers
+    def __init__(
+        self, model: PreTrainedModel, masks: MaskMaker, layers: Layers = "plain", takes_spans: bool = False
+    ) -> None:
+        super().__init__(model, masks, LIMIT)
+        self.layers, self.takes_spans, self.can_take_spans = layers, takes_spans, takes_spans
         self.runtime = "graph"
+        self.widest = COLUMNS  # the width of buffers that are indexed by column
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
         self.fingerprint = 0  # of the model when the runner was created
@@ -84,11 +96,12 @@ class GraphRunner(EagerRunner):
         """
         if self.cache.layers:
             return
-        rows, shown = self.slot_positions.shape
+        rows = self.slot_positions.shape[0]
         try:
             for queries in (1, 1, len(PARENTS), MANY_QUERIES):
                 tokens = torch.zeros((rows, queries), dtype=torch.long, device=self.device)
-                visible = torch.ones((rows, queries, shown), dtype=torch.bool, device=self.device)
+                seen = torch.ones((rows, SMALLEST), dtype=torch.bool, device=self.device)
+                visible = self.visible(make_spans(tokens, tokens + 1), SMALLEST, seen)
                 self.forward_uncaptured(tokens, tokens, tokens, visible)
         finally:
             self.cache.layers.clear()
@@ -96,6 +109,10 @@ class GraphRunner(EagerRunner):
     @property
     def graphs_captured(self) -> int:  # type: ignore[override]
         return self.graph_memory.captures
+
+    @property
+    def capture_seconds(self) -> float:  # type: ignore[override]
+        return self.graph_memory.seconds
 
     def buffers(self, settings: Hashable) -> Buffers:
         """Return the static buffers for these settings, from an earlier generation if there was one.
@@ -110,15 +127,22 @@ class GraphRunner(EagerRunner):
             del self.buffers_by_settings[oldest]
         return buffers
 
-    def reserve(self, rows: int, slots: int) -> None:
-        before = self.cache.address.capacity, self.slot_positions.shape
-        super().reserve(rows, round_up(slots))
-        if (self.cache.address.capacity, self.slot_positions.shape) != before:
-            self.captured.clear()  # the memory that the graphs address has moved
+    def columns(self, needed: int) -> int:
+        """Return one of few widths, the same for almost every text, because captured stages contain it."""
+        while self.widest < needed:
+            self.widest *= 4
+        return self.widest
+
+    def reserve(self, rows: int, slots: int) -> bool:
+        # Under masks, passes read one of few numbers of slots.
+        moved = super().reserve(rows, slots if self.takes_spans else round_up(slots))
+        if moved:
+            self.captured.clear()
             for buffers in self.buffers_by_settings.values():
                 buffers.graphs.clear()
             if self.device.type == "cuda":
                 self.graph_memory.renew()
+        return moved
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         """Replay the CUDA graph of a forward of this size; capture it first if there is none yet.
@@ -129,9 +153,10 @@ class GraphRunner(EagerRunner):
         rows, queries, shown = visible.shape
         if queries > MOST_QUERIES:
             return super().forward(tokens, positions, slots, visible, **extra)
-        size = round_up(shown)
-        self.reserve(rows, size)
-        key = (rows, queries, size, *sorted(extra.items()))
+        size = shown if is_spans(visible) else round_up(shown)
+        if not is_spans(visible):
+            self.reserve(rows, size)
+        key = (rows, queries, size, visible.dtype, *sorted(extra.items()))
         captured = self.captured.get(key)
         if captured is None:
             captured = self.captured[key] = self._capture(tokens, positions, slots, visible, size, extra)
@@ -139,7 +164,7 @@ class GraphRunner(EagerRunner):
         captured.positions.copy_(positions)
         captured.slots.copy_(slots)
         captured.visible[:, :, :shown].copy_(visible)
-        captured.visible[:, :, shown:] = False
+        captured.visible[:, :, shown:] = 0
         for graph in captured.graphs:
             graph.replay()
         return captured.step
@@ -159,12 +184,11 @@ class GraphRunner(EagerRunner):
     ) -> Captured:
         """Capture a forward. The warm-up runs on the real inputs, so it writes the right entries to the KV cache."""
         rows, queries, shown = visible.shape
-        padded = torch.zeros((rows, queries, size), dtype=torch.bool, device=self.device)
+        padded = torch.zeros((rows, queries, size), dtype=visible.dtype, device=self.device)
         padded[:, :, :shown] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
-        self.graph_memory.captures += 1
         steps: list[Step] = []
-        with self.graph_memory.on_capture_stream():
+        with self.graph_memory.capturing():
             if self.builds_in_parallel:
                 build_in_parallel(lambda: self.forward_uncaptured(*buffers, **extra), self.device)
             self.forward_uncaptured(*buffers, **extra)  # warm-up: libraries initialise outside the graph
@@ -180,11 +204,11 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     fuse(model)
     now, state = fingerprint(model), state_of(model)
     if state.kernel_check is None or state.kernel_check[0] != now:
-        runner = GraphRunner(model, masks, "fused")
+        runner = GraphRunner(model, masks, "fused", takes_spans=True)
         runner.reserve(rows, SMALLEST)
         logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
-        state.kernel_check = now, kernels_agree(model, masks)
-    return "fused" if state.kernel_check[1] else "plain"
+        state.kernel_check = now, check_kernels(model, masks)
+    return "plain" if state.kernel_check[1] == "none" else "fused"
 
 
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
@@ -230,10 +254,12 @@ def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "
     if idle is None or idle.fingerprint != fingerprint(model):
         if layers == "fused":
             fuse(model)
-        runner = GraphRunner(model, masks, layers)
+        check = state_of(model).kernel_check
+        takes_spans = layers == "fused" and check is not None and check[1] == "spans"
+        runner = GraphRunner(model, masks, layers, takes_spans)
         runner.fingerprint = fingerprint(model)
         return runner
-    idle.model, idle.masks = model, masks
+    idle.model, idle.masks, idle.takes_spans = model, masks, idle.can_take_spans
     idle.cache.forget()
     return idle
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
 from ..kernels.parallel_build import is_dry_run
+from ..kernels.spans import is_spans, spans_to_mask, within_window
 from .base import Step
 from .kv_cache import SlotCache
 from .positions import LengthDependentRotary, learned_positions
@@ -27,16 +28,19 @@ class EagerRunner:
     Args:
         model: any decoder-only model whose attention takes explicit masks.
         masks: makes masks in the form that this model takes; see `mask_probe.mask_maker_for`.
+        limit: reserve addresses for this many slots, where the device can; see `SlotCache`.
     """
 
     captures = False  # whether `buffers` captures whole stages as CUDA graphs
+    takes_spans = False  # whether attention runs through our kernels, which read spans in place of masks
     graphs_captured = 0  # graphs captured so far
+    capture_seconds = 0.0  # time that this took
     runtime = "eager"
 
-    def __init__(self, model: PreTrainedModel, masks: MaskMaker) -> None:
+    def __init__(self, model: PreTrainedModel, masks: MaskMaker, limit: int | None = None) -> None:
         self.model = model
         self.masks = masks
-        self.cache = SlotCache()
+        self.cache = SlotCache(limit)
         embedding = model.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.vocabulary: int = embedding.shape[0]
@@ -51,13 +55,17 @@ class EagerRunner:
         self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # computes only the last logits
         self.quiet = quiet_arguments(model)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Make room for `slots` slots in each of `rows` rows."""
-        self.cache.reserve(slots)
-        if self.slot_positions.shape[1] < self.cache.address.capacity:
-            grown = torch.zeros((rows, self.cache.address.capacity), dtype=torch.long, device=self.device)
-            grown[: self.slot_positions.shape[0], : self.slot_positions.shape[1]] = self.slot_positions
-            self.slot_positions = grown
+    def reserve(self, rows: int, slots: int) -> bool:
+        """Make room for `slots` slots in each of `rows` rows. Return whether memory that existed has moved."""
+        moved = self.cache.reserve(slots)
+        address, (known_rows, known) = self.cache.address, self.slot_positions.shape
+        if known >= address.capacity:
+            return moved
+        width = max(address.capacity, address.limit or 0)
+        grown = torch.zeros((rows, width), dtype=torch.long, device=self.device)
+        grown[:known_rows, :known] = self.slot_positions
+        self.slot_positions = grown
+        return moved or known > 0
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Run tokens [B, P] through the model's own causal path and return the last logits [B, V]."""
@@ -85,8 +93,22 @@ class EagerRunner:
         return Buffers(self.device)
 
     def bucket(self, slots: int) -> int:
-        """Return how many slots a captured forward reads if this many are needed."""
-        return round_up(slots)
+        """Return how many slots a captured pass reads if this many are needed; 0 if the spans say so."""
+        return 0 if self.takes_spans else round_up(slots)
+
+    def columns(self, needed: int) -> int:
+        """Return the width of buffers that are indexed by column if this many columns are needed."""
+        return needed
+
+    def visible(self, spans: Tensor, shown: int, seen: Tensor) -> Tensor:
+        """Return what queries see, in the form that this runner takes: the spans themselves, or a mask.
+
+        Args:
+            spans: [B, Q, 4].
+            shown: how many slots the pass reads.
+            seen: [B, S] bool: slots that are not hidden from all queries.
+        """
+        return spans if self.takes_spans else spans_to_mask(spans, min(shown, seen.shape[1]), seen)
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         """Run one forward; see `Runner.forward`. A `GraphRunner` replays it as a CUDA graph of its own.
@@ -95,7 +117,7 @@ class EagerRunner:
             tokens: [B, Q].
             positions: [B, Q]; models of images have [axes, B, Q], with the positions in the text first.
             slots: [B, Q] where the keys and values are written.
-            visible: [B, Q, S] which slots each query attends to.
+            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4] if the runner takes them.
             extra: more arguments of the model, such as `output_hidden_states`.
         """
         return self.forward_uncaptured(tokens, positions, slots, visible, **extra)
@@ -107,8 +129,10 @@ class EagerRunner:
 
         Stages call it, because a stage is captured as a whole and a graph cannot be replayed inside a capture.
         """
-        shown, in_text = visible.shape[2], positions if positions.ndim == 2 else positions[0]
-        if self.masks.window is not None and not is_dry_run():
+        in_text = positions if positions.ndim == 2 else positions[0]
+        by_spans = is_spans(visible)
+        shown = self.cache.address.capacity if by_spans else visible.shape[2]
+        if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)
         with self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else nullcontext():
@@ -164,7 +188,7 @@ class MaskMaker:
         """Return the masks of one pass.
 
         Args:
-            visible: [B, Q, S] which slots each query attends to.
+            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4].
             positions: [B, Q] positions of the queries.
             slot_positions: [B, S] positions of the tokens in the slots.
         """
@@ -176,11 +200,13 @@ class MaskMaker:
     def _within_window(self, kind: str, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor:
         if kind == FULL or self.window is None:
             return visible
+        if is_spans(visible):
+            return within_window(visible, self.window)
         return visible & (positions[:, :, None] - slot_positions[:, None, :] < self.window)
 
     def _to_mask(self, visible: Tensor) -> Tensor:
-        mask = visible[:, None]  # [B, 1, Q, S]
-        if not self.additive:
+        mask = visible[:, None]  # [B, 1, Q, S], or [B, 1, Q, 4]
+        if not self.additive or is_spans(visible):
             return mask
         lowest = torch.finfo(self.dtype).min
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)

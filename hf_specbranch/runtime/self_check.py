@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.fuse import fused
 from ..kernels.module_check import evaluating
+from ..kernels.spans import DTYPE, spans_to_mask
 from .eager import SMALLEST, EagerRunner, MaskMaker
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,15 @@ PREFIX = 64  # tokens of the prefill, or fewer where the model has learned fewer
 # The pass: ten tokens in sequence, and branches of three after the second and the fifth of them. Up to sixteen
 # tokens, products run through the same kernels as for one.
 PARENTS = (None, *range(9), 1, 10, 11, 4, 13, 14)
-SLOTS = tuple(7 * query % len(PARENTS) for query in range(len(PARENTS)))  # after the prefix, out of order
+BRANCHES = {10: 40, 13: 30}  # by their first query: where their slots begin, counted after the prefix
 # Correct kernels are at 1 for every model. RMSNorm in place of LayerNorm in each of 32 layers is at 3.
 MOST_NOISE = 1.5
 # Kernels are refused if they exceed it on all of these texts: in a mixture of experts, rounding can switch experts.
 TEXTS = 3
+
+
+SHORTEST_WINDOW = 256  # of a sliding layer, for spans: branches must fit into it
+KernelUse = Literal["spans", "masks", "none"]  # what our kernels are given, or that the model runs without them
 
 
 class Comparison(NamedTuple):
@@ -58,44 +63,57 @@ class Comparison(NamedTuple):
         return ratio if math.isfinite(ratio) else math.inf
 
 
-def kernels_agree(model: PreTrainedModel, masks: MaskMaker) -> bool:
-    """Return whether a pass through the kernels is as close to the model's own as rounding allows.
+def check_kernels(model: PreTrainedModel, masks: MaskMaker) -> KernelUse:
+    """Return how a pass through the kernels is as close to the model's own as rounding allows.
 
-    Where it is not, one warning says so.
+    Spans are tried first. They reach our attention alone: a model that does more with its mask needs masks. Where
+    neither is right, one warning says so.
 
     Args:
         model: the model, on one device.
         masks: makes its masks.
     """
+    reason = f"its window of {masks.window} is too short"
+    if masks.window is None or masks.window >= SHORTEST_WINDOW:
+        reason = _why_not(model, masks, by_spans=True)
+    if not reason:
+        return "spans"
+    logger.debug("%s runs under masks: with spans, %s", type(model).__name__, reason)
+    if not (reason := _why_not(model, masks, by_spans=False)):
+        return "masks"
+    logger.warning("%s runs without our GPU kernels: %s", type(model).__name__, reason)
+    return "none"
+
+
+def _why_not(model: PreTrainedModel, masks: MaskMaker, by_spans: bool) -> str:
     ratio = math.inf
     try:
         for text in range(TEXTS):
-            ratio = min(ratio, compare(model, masks, text).ratio(model.dtype))
+            ratio = min(ratio, compare(model, masks, text, by_spans).ratio(model.dtype))
             if ratio <= MOST_NOISE:
                 logger.debug("%s through our kernels: %.2f times the noise floor", type(model).__name__, ratio)
-                return True
-        reason = f"a pass through them differs from its own by {ratio:.1f} times the rounding noise"
+                return ""
+        return f"a pass through them differs from its own by {ratio:.1f} times the rounding noise"
     except Exception as error:  # whatever it is, the model's own code remains
-        reason = f"a pass through them raises {type(error).__name__}: {error}"
-    logger.warning("%s runs without our GPU kernels: %s", type(model).__name__, reason)
-    return False
+        return f"a pass through them raises {type(error).__name__}: {error}"
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0) -> Comparison:
+def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0, by_spans: bool = True) -> Comparison:
     """Run the pass three times: by the model itself, through the kernels, and by the model under rounding noise.
 
     Args:
         model: the model, on one device.
         masks: makes its masks.
         text: the index of the text.
+        by_spans: the kernels are given spans, and not masks.
     """
     with evaluating(model):
         runner = EagerRunner(model, masks)
         _prefill(runner, text)
         own = _pass(runner, text)
         with fused(model):
-            ours = _pass(runner, text)
+            ours = _pass(runner, text, by_spans)
         with _rounding_noise(model):
             noisy_runner = EagerRunner(model, masks)
             _prefill(noisy_runner, text)
@@ -118,23 +136,31 @@ def _prefill(runner: EagerRunner, text: int) -> None:
     runner.prefill(tokens, torch.arange(tokens.shape[1], device=runner.device)[None], None)
 
 
-def _pass(runner: EagerRunner, text: int) -> Tensor:
+def _pass(runner: EagerRunner, text: int, by_spans: bool = False) -> Tensor:
     """Return the logits [Q, V] in float32 of the tokens after the prefix, from one pass."""
     before, tokens = _text(runner, text)
     prefix = before.shape[1]
-    visible = torch.zeros((len(PARENTS), SMALLEST), dtype=torch.bool)
-    visible[:, :prefix] = True
     positions: list[int] = []
+    slots: list[int] = []
+    spans: list[list[int]] = []
     for query, parent in enumerate(PARENTS):
-        if parent is not None:
-            visible[query] = visible[parent]
-        visible[query, prefix + SLOTS[query]] = True
         positions.append(prefix if parent is None else positions[parent] + 1)
+        if query in BRANCHES:
+            assert parent is not None
+            slots.append(prefix + BRANCHES[query])
+            spans.append([0, prefix + parent + 1, slots[query], slots[query] + 1])
+        elif parent is not None and spans[parent][3]:  # it continues a branch
+            slots.append(slots[parent] + 1)
+            spans.append([*spans[parent][:3], slots[query] + 1])
+        else:
+            slots.append(positions[query])
+            spans.append([0, slots[query] + 1, 0, 0])
+    visible = torch.tensor([spans], dtype=DTYPE)
+    if not by_spans:
+        visible = spans_to_mask(visible, SMALLEST)
+    where = runner.device
     step = runner.forward(
-        tokens,
-        torch.tensor([positions], device=runner.device),
-        torch.tensor([SLOTS], device=runner.device) + prefix,
-        visible[None].to(runner.device),
+        tokens, torch.tensor([positions], device=where), torch.tensor([slots], device=where), visible.to(where)
     )
     return step.logits[0].float()
 

@@ -6,6 +6,7 @@ writes the tensors of its buffers. If its shapes are static and it never syncs, 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import build_in_parallel
 from ..kernels.forwards import split_graph
+from .virtual_memory import postpone_unmapping
 
 _serials = count()
 
@@ -61,17 +63,17 @@ class Buffers:
         must name everything that changes the launches or the addresses that they use:
 
         - which stage it is;
-        - the number of slots shown, rounded up by `EagerRunner.bucket`;
+        - under masks, the number of slots shown, rounded up by `EagerRunner.bucket`; spans are read by the kernels;
         - the tokens in the pass: queries, draft tokens, tree leaves, branches;
         - what the stage decides in Python, such as whether a draft is new or there are features for a length head;
         - other buffers that it reads, by their `serial`.
 
         What holds for all stages of the buffers is not in the key but in the settings that the runner keeps the buffers
-        under (`EagerRunner.buffers`): rows, capacity, sampling, implementation, logits processors, the configuration of
+        under (`EagerRunner.buffers`): rows, columns, sampling, implementation, logits processors, the configuration of
         the draft. Values in the tensors of the buffers need no key, because a replay reads them.
 
         `GraphRunner` keeps the buffers of at most `MOST_BUFFERS` settings. It drops the captured stages of all of them
-        when the KV cache grows, because the cache moves.
+        if the KV cache moves.
 
         Args:
             key: identifies the launches of the stage, as above.
@@ -91,6 +93,7 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.captures = 0  # stages and forwards captured so far
+        self.seconds = 0.0  # time that this took on the host, the first run of each stage included
         self.renew()
 
     def renew(self) -> None:
@@ -122,13 +125,15 @@ class GraphMemory:
         return graphs
 
     @contextmanager
-    def on_capture_stream(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         """Inside the context, launch on the capture stream: after all earlier work, and before all later work."""
-        current = torch.cuda.current_stream(self.stream.device)
+        began, current = time.perf_counter(), torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), postpone_unmapping():
             yield
         current.wait_stream(self.stream)
+        self.captures += 1
+        self.seconds += time.perf_counter() - began
 
 
 class StaticBuffers(Buffers):
@@ -169,8 +174,7 @@ class StaticBuffers(Buffers):
                 graph.replay()
 
     def _run_and_capture(self, stage: Callable[[], None], in_parallel: bool) -> list[torch.cuda.CUDAGraph]:
-        self.graph_memory.captures += 1
-        with self.graph_memory.on_capture_stream():
+        with self.graph_memory.capturing():
             if in_parallel:
                 self._dry_run_stage(stage)
             stage()  # the work of this call; capturing does none

@@ -32,7 +32,7 @@ def advance(
     Args:
         logits: [B, Q, V'] after the last tokens, the pending draft first; the processors are applied.
         pending: the pending draft, which is extended.
-        inputs: receives the inputs of the next step; new slots are added to what is visible.
+        inputs: receives the inputs of the next step; their spans grow by the new slot.
         positions: [B, C] by column.
         flag: [B] bool: rows that may go on.
         bound: [B] the column where they stop, but for `further`.
@@ -52,22 +52,22 @@ def advance(
         *(side or unused), *inputs, positions,
         further, epsilon, step, logits.stride(0), logits.stride(1),
         min(logits.shape[2], pending.vocabulary), pending.vocabulary, pending.ids.stride(0), pending.ring, others,
-        depth, positions.stride(0), inputs.tokens.stride(0), inputs.visible.stride(0), inputs.visible.stride(1),
-        logits.shape[1], STICKY=sticky, DRAWS=noise is not None, BLOCK=pending.block, num_warps=warps(pending.block),
+        depth, positions.stride(0), inputs.tokens.stride(0), logits.shape[1], STICKY=sticky, DRAWS=noise is not None,
+        BLOCK=pending.block, num_warps=warps(pending.block),
     )  # fmt: skip
 
 
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
-         "depth", "positions_stride", "inputs_stride", "visible_row", "visible_query", "queries")  # fmt: skip
+         "depth", "positions_stride", "inputs_stride", "queries")  # fmt: skip
 def _advance_kernel(
     logits: Value, noise: Value, ids: Value, end: Value, cached: Value, next_token: Value, confidence: Value,
     scores: Value, count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
     side_slots: Value,
-    input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value, positions: Value,
+    input_tokens: Value, input_slots: Value, input_positions: Value, spans: Value, positions: Value,
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
-    inputs_stride: Value, visible_row: Value, visible_query: Value, queries: Value,
+    inputs_stride: Value, queries: Value,
     STICKY: constexpr, DRAWS: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -133,7 +133,9 @@ def _advance_kernel(
     tl.store(input_tokens + place, token)
     tl.store(input_slots + place, slot, mask=more)
     tl.store(input_positions + place, tl.load(positions + row * positions_stride + column))
-    tl.store(visible + row * visible_row + branch * visible_query + slot, more, mask=more)
+    # The pending draft sees the text up to its new token; a side branch sees one more slot of its own.
+    bound_of_span = tl.where(branch == 0, 1, 3)
+    tl.store(spans + place * 4 + bound_of_span, (slot + 1).to(tl.int32), mask=more)
 
     for first in range(0, vocabulary, BLOCK):
         inside = first + offsets < known

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import Value, constexpr, power_of_two, tl, varying
-from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, load_round_result, load_text_length
+from ..backend import Value, constexpr, tl, varying
+from .memory import (
+    ForwardInputs,
+    PendingBuffers,
+    SideBranchBuffers,
+    load_round_result,
+    load_text_length,
+    store_spans,
+)
 
-MOST = 4096  # slots per block
 
-
-def _block(inputs: ForwardInputs) -> int:
-    return min(MOST, power_of_two(inputs.visible.shape[2]))
-
-
-def pending_inputs(pending: PendingBuffers, positions: Tensor, seen: Tensor, inputs: ForwardInputs) -> None:
+def pending_inputs(pending: PendingBuffers, positions: Tensor, first: Tensor, inputs: ForwardInputs) -> None:
     """Write the last tokens of each pending draft as forward inputs, as many as `inputs` has room for.
 
     Args:
         pending: the pending draft.
         positions: [B, C] by column.
-        seen: [B, C] bool: False where the prompt is padded.
+        first: [B, 1] the first column that is not padding.
         inputs: receives Q tokens per row.
     """
-    rows, queries, shown = inputs.visible.shape
+    rows, queries = inputs.tokens.shape
     _pending_inputs_kernel[(rows, queries)](
-        pending.ids, pending.end, positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0),
-        BLOCK=_block(inputs), num_warps=4,
+        pending.ids, pending.end, positions, first, *inputs, queries, pending.ids.stride(0), positions.stride(0),
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def open_branches(
     tokens: Tensor,
     at: Tensor,
     positions: Tensor,
-    seen: Tensor,
+    first: Tensor,
     inputs: ForwardInputs,
 ) -> None:
     """Open the side branches, and write the first forward inputs of all branches.
@@ -51,14 +52,14 @@ def open_branches(
         tokens: [B, 1 + W] the token each branch starts with, the main branch first.
         at: [B, 1 + W] how many draft tokens are before it; NONE: it is not open, and starts at the branch point.
         positions: [B, C] by column.
-        seen: [B, C] bool: False where the prompt is padded.
+        first: [B, 1] the first column that is not padding.
         inputs: receives 1 + W tokens per row.
     """
-    rows, queries, shown = inputs.visible.shape
+    rows, queries = inputs.tokens.shape
     _open_branches_kernel[(rows, queries)](
         pending.ids, pending.start, pending.end, point, tokens, at, side.point, side.forks, side.tokens, side.slots,
-        positions, seen, *inputs, queries, shown, pending.ids.stride(0), seen.stride(0), tokens.stride(0), side.depth,
-        BLOCK=_block(inputs), num_warps=4,
+        positions, first, *inputs, queries, pending.ids.stride(0), positions.stride(0), tokens.stride(0), side.depth,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -69,8 +70,8 @@ def verify_inputs(
     leaves: tuple[Tensor, Tensor] | None,
     first_position: Tensor,
     last: Tensor,
-    seen: Tensor,
-    base: int,
+    first: Tensor,
+    base: Tensor,
     inputs: ForwardInputs,
 ) -> None:
     """Write what the target reads: the last token and the draft; with leaves also the token before, and these.
@@ -82,43 +83,39 @@ def verify_inputs(
         leaves: tree leaves [B, W] and the draft positions [B, W] they are alternatives for, or None.
         first_position: [B, 1] the position of slot 0.
         last: [1] the last slot that counts for positions.
-        seen: [B, slots] bool: False where the prompt is padded.
-        base: slots before the text.
+        first: [B, 1] the first slot that is not padding.
+        base: [1] slots before the text.
         inputs: receives N + 1 tokens per row, or N + 2 + W with leaves.
     """
-    rows, queries, shown = inputs.visible.shape
+    rows, queries = inputs.tokens.shape
     tokens, at = leaves or (draft_tokens, draft_tokens)
     _verify_inputs_kernel[(rows, queries)](
-        ids, round_result, draft_tokens, tokens, at, first_position, last, seen, *inputs, queries, shown, ids.stride(0),
-        round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0), seen.stride(0), base,
-        LEAVES=leaves is not None, BLOCK=_block(inputs), num_warps=4,
+        ids, round_result, draft_tokens, tokens, at, first_position, last, first, base, *inputs, queries, ids.stride(0),
+        round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0),
+        LEAVES=leaves is not None, num_warps=1,
     )  # fmt: skip
 
 
-@varying("queries", "shown", "ids_stride", "seen_stride")
+@varying("queries", "ids_stride", "positions_stride")
 def _pending_inputs_kernel(
-    ids: Value, end: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
-    input_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
-    BLOCK: constexpr,
+    ids: Value, end: Value, positions: Value, first: Value, input_tokens: Value, input_slots: Value,
+    input_positions: Value, spans: Value, queries: Value, ids_stride: Value, positions_stride: Value,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.maximum(tl.load(end + row) - queries + query, 0)
     place = row * queries + query
     tl.store(input_tokens + place, tl.load(ids + row * ids_stride + column))
     tl.store(input_slots + place, column)
-    tl.store(input_positions + place, tl.load(positions + row * seen_stride + column))
-    for first in range(0, shown, BLOCK):
-        slot = first + tl.arange(0, BLOCK)
-        real = tl.load(seen + row * seen_stride + slot, mask=slot < shown, other=0).to(tl.int1)
-        tl.store(visible + place * shown + slot, real & (slot <= column), mask=slot < shown)
+    tl.store(input_positions + place, tl.load(positions + row * positions_stride + column))
+    store_spans(spans, place, tl.load(first + row), column + 1, column * 0, column * 0)
 
 
-@varying("queries", "shown", "ids_stride", "seen_stride", "tokens_stride", "depth")
+@varying("queries", "ids_stride", "positions_stride", "tokens_stride", "depth")
 def _open_branches_kernel(
     ids: Value, start: Value, end: Value, point: Value, tokens: Value, at: Value, side_point: Value, forks: Value,
-    side_tokens: Value, side_slots: Value, positions: Value, seen: Value, input_tokens: Value, input_slots: Value,
-    input_positions: Value, visible: Value, queries: Value, shown: Value, ids_stride: Value, seen_stride: Value,
-    tokens_stride: Value, depth: Value, BLOCK: constexpr,
+    side_tokens: Value, side_slots: Value, positions: Value, first: Value, input_tokens: Value, input_slots: Value,
+    input_positions: Value, spans: Value, queries: Value, ids_stride: Value, positions_stride: Value,
+    tokens_stride: Value, depth: Value,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
@@ -138,20 +135,18 @@ def _open_branches_kernel(
         tl.store(side_tokens + branch * (depth + 1), token)
     tl.store(input_tokens + place, token)
     tl.store(input_slots + place, slot)
-    tl.store(input_positions + place, tl.load(positions + row * seen_stride + column))
-    for first in range(0, shown, BLOCK):
-        other = first + tl.arange(0, BLOCK)
-        real = tl.load(seen + row * seen_stride + other, mask=other < shown, other=0).to(tl.int1)
-        tl.store(visible + place * shown + other, (real & (other < column)) | (other == slot), mask=other < shown)
+    tl.store(input_positions + place, tl.load(positions + row * positions_stride + column))
+    # The main branch continues the text; a side branch sees the text before it, and its own slots.
+    own = (query > 0).to(tl.int64)
+    store_spans(spans, place, tl.load(first + row), column + 1 - own, slot * own, (slot + 1) * own)
 
 
-@varying("queries", "shown", "ids_stride", "result_stride", "length", "draft_stride", "leaves_stride", "seen_stride",
-         "base")  # fmt: skip
+@varying("queries", "ids_stride", "result_stride", "length", "draft_stride", "leaves_stride")
 def _verify_inputs_kernel(
     ids: Value, round_result: Value, draft_tokens: Value, leaf_tokens: Value, leaf_at: Value, first_position: Value,
-    last: Value, seen: Value, input_tokens: Value, input_slots: Value, input_positions: Value, visible: Value,
-    queries: Value, shown: Value, ids_stride: Value, result_stride: Value, length: Value, draft_stride: Value,
-    leaves_stride: Value, seen_stride: Value, base: Value, LEAVES: constexpr, BLOCK: constexpr,
+    last: Value, first: Value, base: Value, input_tokens: Value, input_slots: Value, input_positions: Value,
+    spans: Value, queries: Value, ids_stride: Value, result_stride: Value, length: Value, draft_stride: Value,
+    leaves_stride: Value, LEAVES: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
@@ -167,21 +162,19 @@ def _verify_inputs_kernel(
     token = tl.load(ids + column, mask=nth <= 0, other=0)
     drafted = tl.load(draft_tokens + row * draft_stride + nth - 1, mask=(nth > 0) & (nth <= length), other=0)
     token = tl.where(nth <= 0, token, drafted)
-    slot = column + base
+    before_text = tl.load(base)
+    slot = column + before_text
     placed_at = slot
-    sees_up_to = slot
+    own = skipped * 0
     if LEAVES:
         if nth > length:
             leaf = row * leaves_stride + nth - length - 1
             token = tl.load(leaf_tokens + leaf)
             # A leaf has the position of the draft token that it replaces, and a slot after the draft.
-            placed_at = final + base + 1 + tl.maximum(tl.load(leaf_at + leaf), 0)
-            sees_up_to = placed_at - 1
+            placed_at = final + before_text + 1 + tl.maximum(tl.load(leaf_at + leaf), 0)
+            own = skipped * 0 + 1
     tl.store(input_tokens + place, token)
     tl.store(input_slots + place, slot)
     position = tl.minimum(placed_at, tl.load(last)) + tl.load(first_position + row)
     tl.store(input_positions + place, tl.maximum(position, 0))
-    for first in range(0, shown, BLOCK):
-        other = first + tl.arange(0, BLOCK)
-        real = tl.load(seen + row * seen_stride + other, mask=other < shown, other=0).to(tl.int1)
-        tl.store(visible + place * shown + other, real & ((other <= sees_up_to) | (other == slot)), mask=other < shown)
+    store_spans(spans, place, tl.load(first + row), placed_at + 1 - own, slot * own, (slot + 1) * own)

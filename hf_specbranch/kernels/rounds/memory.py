@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backend import Value, jit, power_of_two, tl
 from ..parallel_build import room as index_memory
+from ..spans import DTYPE as SPANS
 
 LARGEST_BLOCK = 8192  # tokens of a distribution per block
 FEW = 32  # the shortest block of positions, so that one build serves drafts of any usual length
@@ -68,7 +69,7 @@ class ForwardInputs(NamedTuple):
     tokens: Tensor  # [B, Q]
     slots: Tensor  # [B, Q] where their keys and values go
     positions: Tensor  # [B, Q]
-    visible: Tensor  # [B, Q, S] bool: the slots that each token sees
+    spans: Tensor  # [B, Q, 4] the slots that each token sees; see `kernels.spans`
 
 
 def warps(block: int) -> int:
@@ -76,11 +77,20 @@ def warps(block: int) -> int:
     return min(16, max(1, block // 256))
 
 
-def empty_inputs(rows: int, queries: int, shown: int, device: torch.device) -> ForwardInputs:
+def empty_inputs(rows: int, queries: int, device: torch.device) -> ForwardInputs:
     """Return memory for the inputs of a forward."""
     tokens, slots, positions = (index_memory((rows, queries), torch.long, device) for _ in range(3))
-    visible = torch.empty((rows, queries, shown), dtype=torch.bool, device=device)
-    return ForwardInputs(tokens, slots, positions, visible)
+    return ForwardInputs(tokens, slots, positions, index_memory((rows, queries, 4), SPANS, device))
+
+
+@jit
+def store_spans(spans: Value, place: Value, first: Value, end: Value, own_first: Value, own_end: Value) -> None:
+    """Write the spans of one query."""
+    spans += place * 4
+    tl.store(spans, first.to(tl.int32))
+    tl.store(spans + 1, end.to(tl.int32))
+    tl.store(spans + 2, own_first.to(tl.int32))
+    tl.store(spans + 3, own_end.to(tl.int32))
 
 
 @jit
