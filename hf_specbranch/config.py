@@ -75,6 +75,7 @@ def warn(owner: str, old: str, new: str) -> None:
     warnings.warn(f"{owner}.{old} is now called {new}; the old name goes with the next release", FutureWarning, 4)
 
 
+MEMORY_BUDGET = 0.3
 RENAMED = {"max_outcomes": "max_rejection_branches", "runners_up": "tree_leaves"}
 
 
@@ -117,6 +118,11 @@ class SpecBranchConfig:
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
+        memory_budget: the fraction of a GPU's memory that KV caches, buffers and graphs may keep between calls, for all
+            models and batch sizes together. The least recently used are freed first. It does not limit a call that is
+            running. If memory runs out, all that is kept is freed and the allocation is repeated.
+        prefix_reuse: a prompt that begins like the last text is not read again from the start, while its keys and
+            values are in memory and the weights are unchanged (`stats.reused_tokens`). One row, captured stages.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
@@ -135,6 +141,8 @@ class SpecBranchConfig:
     overlap: bool = True
     kernels: bool | str = "auto"
     draft_sampling: str = "auto"
+    memory_budget: float = MEMORY_BUDGET
+    prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
@@ -155,8 +163,12 @@ class SpecBranchConfig:
         is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
         if epsilon != "auto" and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
             raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, or "auto"')
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap={self.overlap!r}: expected True or False")
+        for name in ("overlap", "prefix_reuse"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name}={given!r}: expected True or False")
+        budget = self.memory_budget
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 <= budget <= 1:
+            raise ValueError(f"memory_budget={budget!r}: expected a fraction of the GPU's memory, from 0 to 1")
         if self.kernels != "auto" and not isinstance(self.kernels, bool):
             raise ValueError(f'kernels={self.kernels!r}: expected True, False or "auto"')
         head = self.length_head

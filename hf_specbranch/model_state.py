@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ class ModelState:
         kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
             (`runtime.self_check.KernelUse`).
         kernel_recipe: which modules our kernels replace, and how (`kernels.fuse`).
-        idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.cuda_graph`).
+        idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
         num_parameters: counted once, since that takes a millisecond.
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
@@ -36,13 +37,14 @@ class ModelState:
     sync_reason: str | None = None
     kernel_check: tuple[int, str] | None = None
     kernel_recipe: Any = None
-    idle_runners: dict[Hashable, Any] = field(default_factory=dict)
+    idle_runners: list[Any] = field(default_factory=list)
     warned_eager: str = ""
     num_parameters: int | None = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
 
 
 _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
+_lock = RLock()  # models may be used, and freed, in several threads
 
 
 def state_of(model: nn.Module) -> ModelState:
@@ -54,7 +56,15 @@ def state_of(model: nn.Module) -> ModelState:
         >>> state_of(target) is state_of(target)
         True
     """
-    return _STATES.setdefault(model, ModelState())
+    with _lock:
+        state = _STATES.get(model)
+        return _STATES.setdefault(model, ModelState()) if state is None else state
+
+
+def every_state() -> list[ModelState]:
+    """What is remembered about all models that exist."""
+    with _lock:
+        return list(_STATES.values())
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -53,7 +53,7 @@ def test_kernels_setting_chooses_layers(runtime, kernels, half, single, target, 
         model = copy.deepcopy(target).to(dtype)
         with selection.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
             assert runner.layers == layers and runner.runtime == runtime
-        cuda_graph.drop(model)
+        idle_runners.drop(model)
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 2048)])
@@ -91,11 +91,11 @@ def test_runner_is_reused(target):
     masks = mask_maker_for(model, "target")
     first = cuda_graph.take(model, masks, rows=1)
     first.prefill(prompt()["input_ids"], torch.arange(7)[None], None)
-    cuda_graph.give_back(first, rows=1)
+    cuda_graph.give_back(first, budget=1.0)
     again = cuda_graph.take(model, masks, rows=1)
     assert again is first and again.model is model
     assert again.cache.get_seq_length() == 0  # nothing of the last text is visible
-    cuda_graph.give_back(again, rows=1)
+    cuda_graph.give_back(again, budget=1.0)
     assert cuda_graph.take(model, masks, rows=2) is not first
 
 
@@ -103,7 +103,7 @@ def test_runner_of_a_changed_model_is_not_reused(target):
     model = copy.deepcopy(target)
     masks = mask_maker_for(model, "target")
     runner = cuda_graph.take(model, masks, rows=1)
-    cuda_graph.give_back(runner, rows=1)
+    cuda_graph.give_back(runner, budget=1.0)
     model.to(torch.float64)
     assert cuda_graph.take(model, mask_maker_for(model, "target"), rows=1) is not runner
 
@@ -112,7 +112,7 @@ def test_idle_runner_is_freed_with_the_model_or_on_detach(target):
     for with_model in (True, False):
         model = copy.deepcopy(target)
         runner = cuda_graph.take(model, mask_maker_for(model, "target"), rows=1)
-        cuda_graph.give_back(runner, rows=1)
+        cuda_graph.give_back(runner, budget=1.0)
         kept = weakref.ref(runner)
         del runner
         gc.collect()

@@ -239,7 +239,7 @@ class Assembly:
         return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
             self.given.feature_layers, self.stats, self.static_shapes and call.is_tokens_alone(self.attention),
-            self.further, axes, self.in_triton,
+            self.further, axes, self.in_triton, call.config.prefix_reuse,
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:

@@ -112,6 +112,17 @@ class Call:
         where = source.device if source is not None else torch.device("cpu")
         return count(int(torch.randint(2**62, (1,), generator=source, device=where)))
 
+    def random_state(self) -> Tensor:
+        """Return the state of the caller's source of randomness."""
+        return torch.get_rng_state() if self.generator is None else self.generator.get_state()
+
+    def restore_random_state(self, state: Tensor) -> None:
+        """Put the caller's source of randomness back into an earlier state."""
+        if self.generator is None:
+            torch.set_rng_state(state)
+        else:
+            self.generator.set_state(state)
+
     def attention(self) -> Tensor:
         """[B, filled] bool over everything the target will have read, cached tokens included."""
         mask: Tensor | None = self.model_kwargs.get("attention_mask")

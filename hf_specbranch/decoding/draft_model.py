@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
-from ..kernels.spans import leading_padding
+from ..kernels.spans import leading_padding, make_spans
 from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.prefix_reuse import NOTHING, Remembered, common_prefix
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScorer, can_guide
@@ -64,17 +65,34 @@ class DraftModel:
         self.guide = Guide.for_draft(processors, length, ends) if guided else None
 
     def prefill(self, tokens: Tensor) -> None:
-        """Read a text [B, P] from its beginning."""
-        self.runner.cache.forget()
+        """Read a text [B, P], except for its beginning if that is in the cache already."""
+        remembered, self.runner.remembered = self.runner.remembered, NOTHING
         self.stats.draft_forwards += 1
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
+        start = 0
+        if mask is None and self.guide is None and tokens.shape[0] == 1:
+            self.runner.remembered = Remembered(tokens[0].tolist())
+            start = common_prefix(remembered.tokens, self.runner.remembered.tokens)
         if self.buffers.static_shapes and mask is None and fits_captured_prefill(self.runner, tokens):
-            prefill_captured(self.runner, self.own_tokens(tokens), self.positions)
+            prefill_captured(self.runner, self.own_tokens(tokens), self.positions, start)
             return
+        if start > 0:
+            self._read(tokens, start)
+            return
+        self.runner.cache.forget()
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # the guide must see every prefix, the prompt included
             self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
+
+    def _read(self, tokens: Tensor, start: int) -> None:
+        """Read the columns of a text [1, P] from `start` on."""
+        columns = torch.arange(start, tokens.shape[1], device=self.device)[None]
+        self.runner.reserve(1, tokens.shape[1])
+        visible = self.runner.visible(make_spans(self.first, columns + 1), tokens.shape[1], self.seen)
+        positions = self.positions[:, start : tokens.shape[1]]
+        # Of any length, so not worth a capture.
+        self.runner.forward_uncaptured(self.own_tokens(tokens[:, start:]), positions, columns, visible)
 
     def forward(self, inputs: ForwardInputs, shown: int) -> Tensor:
         """Return logits [B, Q, V] of the draft.

@@ -35,6 +35,10 @@ class DraftSource(Protocol):
         """Read the first columns of the text."""
         ...
 
+    def remember(self, tokens: list[int]) -> None:
+        """Keep in mind how much of a final text of one row was read, so that it is not read again."""
+        ...
+
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         """Adopt what survived the last round, and return the draft tokens for the next target pass.
 
@@ -132,6 +136,8 @@ class NoDraft:
         self.nothing, self.device = nothing, nothing[0].length.device
 
     def prefill(self, length: int) -> None: ...
+
+    def remember(self, tokens: list[int]) -> None: ...
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         return self.nothing[0]

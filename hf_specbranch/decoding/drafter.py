@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
 from ..kernels.spans import make_spans
+from ..runtime.prefix_reuse import Remembered
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
@@ -106,6 +107,13 @@ class Drafter:
     def drafted(self) -> Tensor:
         """[B, 6] what is drafted while the target verifies; the fields of `Drafted`."""
         return self.ops.drafted()
+
+    def remember(self, tokens: list[int]) -> None:
+        """Keep in mind which part of a final text of one row the draft has read. Waits for the device."""
+        pending = self.round.pending
+        if self.model.runner.remembered.tokens and self.model.guide is None:
+            read = int(torch.minimum(pending.cached, pending.start)[0])
+            self.model.runner.remembered = Remembered(tokens[:read])
 
     def _slots_shown(self, reached: int) -> int:
         """How many slots a stage with static shapes reads; see `EagerRunner.bucket`."""

@@ -13,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..planning.online import SegmentTimer
 from ..request import FallBack
+from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
 from ..runtime.selection import runner_for
@@ -40,8 +41,17 @@ class SpecBranchOutput(GenerateDecoderOnlyOutput):
 def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text; return the output and the statistics."""
     began = time.perf_counter()
+    call, random_state = replace(call, pause=pause_of(call)), call.random_state()
     stats = SpecBranchStats(policy=call.config.policy)
-    output = _generate(replace(call, pause=pause_of(call)), stats, began)
+    try:
+        output = _generate(call, stats, began)
+    except torch.OutOfMemoryError:
+        # Before the first token the call can begin again, without what earlier calls have left on the device.
+        if stats.new_tokens or not free_all(call.model.device):
+            raise
+        call.restore_random_state(random_state)
+        stats = SpecBranchStats(policy=call.config.policy)
+        output = _generate(call, stats, began)
     stats.total_seconds = time.perf_counter() - began
     return output, stats
 
@@ -73,7 +83,8 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
     filled = call.attention().shape[1]
     recorder = Recorder(call.generation_config, call.rows, filled) if call.records else None
     with ExitStack() as runners:
-        settings = call.rows, call.slots, call.config.runtime, call.config.kernels
+        config = call.config
+        settings = call.rows, call.slots, config.runtime, config.kernels, config.memory_budget
         runner = runners.enter_context(runner_for(call.model, "target", *settings))
         draft_runner = None
         if call.draft is not None and POLICIES[call.config.policy].drafts:
@@ -83,10 +94,12 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
         captured_before, seconds_before = assembly.captures(), assembly.capture_seconds()
         parts = assembly.parts()
         text, draft_device = parts.text, (draft_runner or runner).device
-        with Overlap(parts.target.device, draft_device, stats, inline=text.static_shapes) as overlap:
-            follow = follow_plan if len(assembly.plans) == 1 else follow_planner
-            follow(assembly, parts, overlap)
-        stats.new_tokens += text.gained
+        try:
+            with Overlap(parts.target.device, draft_device, stats, inline=text.static_shapes) as overlap:
+                follow = follow_plan if len(assembly.plans) == 1 else follow_planner
+                follow(assembly, parts, overlap)
+        finally:
+            stats.new_tokens += text.gained
         stats.graphs_captured += assembly.captures() - captured_before
         stats.capture_seconds += assembly.capture_seconds() - seconds_before
         stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
@@ -104,6 +117,7 @@ def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
     decode(parts, overlap, read_prompt(parts), count())
     overlap.take()
+    remember_text(parts)
 
 
 def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
@@ -121,6 +135,7 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
             plan = segment.plan
             observed.accounting.close()
             observed.target.read_skipped_token()
+            parts.drafter.remember(text.row_tokens())
             parts = assembly.with_drafter(plan, parts)
             observed = assembly.observed(parts)
             feedback = take_over(observed, feedback)
@@ -132,6 +147,15 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
             planner.end(segment, timing)
         else:
             segment = segments.send(timing)
+    remember_text(parts)
+
+
+def remember_text(parts: Parts) -> None:
+    """Let both runners keep in mind the text whose keys and values they hold, for a prompt that begins like it."""
+    if len(parts.text.lengths) == 1:
+        tokens = parts.text.row_tokens()
+        parts.target.remember(tokens)
+        parts.drafter.remember(tokens)
 
 
 def take_over(parts: Parts, feedback: Feedback) -> Feedback:

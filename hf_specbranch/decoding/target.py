@@ -15,6 +15,7 @@ from ..request import FallBack
 from ..runtime.base import Step
 from ..runtime.eager import EagerRunner
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.prefix_reuse import NOTHING, remember, reusable_tokens
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
@@ -43,6 +44,7 @@ class Target:
         further: what else the forward is given after the prompt.
         axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
         in_triton: make the inputs of a pass in one kernel.
+        reuses_prefix: a prompt that begins like the last text is not read again from the start.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Target:
         further: ModelInputs | None = None,
         axes: Tensor | None = None,
         in_triton: bool = False,
+        reuses_prefix: bool = False,
     ) -> None:
+        self.reuses_prefix = reuses_prefix
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
@@ -91,7 +95,9 @@ class Target:
         prompt = self.text.ids[:, : self.text.prompt_length]
         if self.buffers.static_shapes and self.tokens_alone and fits_captured_prefill(self.runner, prompt):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            return Step(self.buffers.keep("target.logits1", prefill_captured(self.runner, prompt, positions)))
+            self.stats.reused_tokens += (start := self._reusable_tokens(prompt))
+            logits = prefill_captured(self.runner, prompt, positions, start)
+            return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
@@ -118,6 +124,21 @@ class Target:
         stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
         self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=self.in_triton)
         return self._kept_step(queries)
+
+    def _reusable_tokens(self, prompt: Tensor) -> int:
+        """Return how many tokens of the prompt [B, P] are in the cache; from now on, what was there is overwritten."""
+        remembered, self.runner.remembered = self.runner.remembered, NOTHING
+        if not self.reuses_prefix or not remembered.tokens:
+            return 0
+        return reusable_tokens(remembered, self.runner.model, prompt[0].tolist())
+
+    def remember(self, tokens: list[int]) -> None:
+        """Keep in mind a text of one row, whose keys and values are in the cache but for the last two tokens.
+
+        The last token is never read, and a tree leaf before it may not be in its place.
+        """
+        if self.reuses_prefix and self.tokens_alone and self.runner.takes_spans:
+            self.runner.remembered = remember(self.runner.model, tokens[:-2])
 
     def check_room(self) -> None:
         """Refuse to go on after the last position that the model has learned, as it does itself."""

@@ -57,6 +57,7 @@ class Text:
         self.done = list(ended) or [False] * rows  # the row gains nothing more
         self.stopper, self.pad_token, self.in_step, self.streamer = stopper, pad_token, in_step, streamer
         self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
+        self.prompt_tokens: list[int] | None = None  # of the first row, on the host, once they are needed
         self.appended = [0] * rows  # of these, how many await `commit`; only for rows in step
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
@@ -78,6 +79,12 @@ class Text:
     def may_finish(self, in_flight: int) -> bool:
         """Whether so many more tokens could take some row to its longest length."""
         return max(self.lengths) + in_flight >= self.stopper.max_length
+
+    def row_tokens(self) -> list[int]:
+        """The final tokens of the first row, prompt included, on the host. The first call waits for the device."""
+        if self.prompt_tokens is None:
+            self.prompt_tokens = self.ids[0, : self.prompt_length].tolist()
+        return self.prompt_tokens + self.new[0]
 
     def ended_rows(self, pause: int | None) -> tuple[bool, ...]:
         """Which rows are complete, and do not merely wait at this length."""

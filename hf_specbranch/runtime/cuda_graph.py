@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import is_spans, make_spans
 from ..model_state import every_buffer, every_module, every_parameter, state_of
+from . import idle_runners
 from .base import Step
 from .eager import SMALLEST, EagerRunner, MaskMaker, round_up
+from .prefix_reuse import NOTHING
 from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
@@ -73,6 +75,7 @@ class GraphRunner(EagerRunner):
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
         self.fingerprint = 0  # of the model when the runner was created
+        self.purpose, self.last_used = (0, ""), 0  # see `idle_runners.Idle`
 
     @cached_property
     def graph_memory(self) -> GraphMemory:
@@ -134,8 +137,13 @@ class GraphRunner(EagerRunner):
         return self.widest
 
     def reserve(self, rows: int, slots: int) -> bool:
-        # Under masks, passes read one of few numbers of slots.
-        moved = super().reserve(rows, slots if self.takes_spans else round_up(slots))
+        needed = slots if self.takes_spans else round_up(slots)  # under masks, passes read one of few numbers of slots
+        try:
+            moved = super().reserve(rows, needed)
+        except torch.OutOfMemoryError:
+            if not idle_runners.free_all(self.device):
+                raise
+            moved = super().reserve(rows, needed)
         if moved:
             self.captured.clear()
             for buffers in self.buffers_by_settings.values():
@@ -143,6 +151,17 @@ class GraphRunner(EagerRunner):
             if self.device.type == "cuda":
                 self.graph_memory.renew()
         return moved
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the KV cache, static buffers and graphs take."""
+        graphs = self.graph_memory.num_bytes if self.device.type == "cuda" else 0
+        return self.cache.num_bytes + graphs + sum(each.num_bytes for each in self.buffers_by_settings.values())
+
+    def release_cache(self) -> None:
+        """Free the memory of the KV cache. Graphs stay valid where it does not move."""
+        self.cache.release()
+        self.remembered = NOTHING
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
         """Replay the CUDA graph of a forward of this size; capture it first if there is none yet.
@@ -250,32 +269,28 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
     """Return a runner for this model and batch size, from an earlier generation if it still fits the model."""
-    idle: GraphRunner | None = state_of(model).idle_runners.pop((rows, layers), None)
+    idle = cast("GraphRunner | None", idle_runners.pop(model, (rows, layers)))
     if idle is None or idle.fingerprint != fingerprint(model):
         if layers == "fused":
             fuse(model)
         check = state_of(model).kernel_check
         takes_spans = layers == "fused" and check is not None and check[1] == "spans"
         runner = GraphRunner(model, masks, layers, takes_spans)
-        runner.fingerprint = fingerprint(model)
+        runner.fingerprint, runner.purpose = fingerprint(model), (rows, layers)
         return runner
     idle.model, idle.masks, idle.takes_spans = model, masks, idle.can_take_spans
     idle.cache.forget()
     return idle
 
 
-def give_back(runner: GraphRunner, rows: int) -> None:
-    """Keep a runner for the next generation; one per model, so that caches do not accumulate.
+def give_back(runner: GraphRunner, budget: float) -> None:
+    """Keep a runner for the next generation, with all that are kept within a fraction of the GPU's memory.
 
     An idle runner holds no reference to its model, so it is freed together with the model.
     """
-    state_of(runner.model).idle_runners = {(rows, runner.layers): runner}
+    model = runner.model
     del runner.model
-
-
-def drop(model: PreTrainedModel) -> None:
-    """Free the idle runner of a model, with its cache and graphs."""
-    state_of(model).idle_runners.clear()
+    idle_runners.push(model, runner, budget)
 
 
 def fingerprint(model: PreTrainedModel) -> int:

@@ -17,6 +17,7 @@ from ..kernels.spans import is_spans, spans_to_mask, within_window
 from .base import Step
 from .kv_cache import SlotCache
 from .positions import LengthDependentRotary, learned_positions
+from .prefix_reuse import NOTHING
 from .static_buffers import Buffers
 
 SMALLEST = 256  # fewest slots that a captured forward reads; larger sizes are powers of two
@@ -54,6 +55,7 @@ class EagerRunner:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # computes only the last logits
         self.quiet = quiet_arguments(model)
+        self.remembered = NOTHING  # the text in the cache, if there is one row
 
     def reserve(self, rows: int, slots: int) -> bool:
         """Make room for `slots` slots in each of `rows` rows. Return whether memory that existed has moved."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
 from ..model_state import adapter_state, every_module, every_parameter, has_adapters, state_of
-from . import cuda_graph
+from . import cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker
 from .mask_probe import mask_maker_for
 from .positions import LengthDependentRotary
@@ -27,7 +28,13 @@ SPARE_SLOTS = 256  # room for a text that the draft reads for the planner; see `
 
 @contextmanager
 def runner_for(
-    model: PreTrainedModel, role: str, rows: int, slots: int, runtime: str, kernels: bool | str = "auto"
+    model: PreTrainedModel,
+    role: str,
+    rows: int,
+    slots: int,
+    runtime: str,
+    kernels: bool | str = "auto",
+    budget: float = MEMORY_BUDGET,
 ) -> Iterator[EagerRunner]:
     """Provide a runner for one generation, and keep it for the next one.
 
@@ -38,6 +45,7 @@ def runner_for(
         slots: the longest that a row may get; reserved in advance, up to `MOST_RESERVED`.
         runtime: "eager", "graph", or "auto": graphs on CUDA where the model can be captured, eager elsewhere.
         kernels: run the layers that are recognised through our kernels; "auto": in half precision only.
+        budget: the fraction of the GPU's memory that idle runners may take, all together.
     """
     use_kernels = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
@@ -56,7 +64,7 @@ def runner_for(
     spare = SPARE_SLOTS if role == "draft" else 0
     runner.reserve(rows, min(slots + BRANCH_SLOTS + spare, MOST_RESERVED))
     yield runner
-    cuda_graph.give_back(runner, rows)
+    cuda_graph.give_back(runner, budget)
 
 
 def _masks_for(model: PreTrainedModel, role: str) -> MaskMaker:
@@ -111,4 +119,4 @@ def _is_from_transformers(hook: Any) -> bool:
 
 def release(model: PreTrainedModel) -> None:
     """Free the KV cache and the graphs that are kept for a model's next generation."""
-    cuda_graph.drop(model)
+    idle_runners.drop(model)

@@ -48,6 +48,11 @@ class Buffers:
             memory = self.memory.setdefault(name, torch.empty_like(value))
         return memory.copy_(value)
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the memory that is kept."""
+        return sum(tensor.nbytes for tensor in list(self.memory.values()))
+
     def recall(self, name: str) -> Tensor:
         """Return what was last kept under this name."""
         return self.memory[name]
@@ -99,6 +104,7 @@ class GraphMemory:
     def renew(self) -> None:
         """Start a new pool once all graphs are gone: the old one was freed with the last of them."""
         self.pool = torch.cuda.graph_pool_handle()
+        self.num_bytes = 0  # of the pool, as far as captures made the allocator reserve more memory
 
     def record(
         self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()
@@ -128,11 +134,13 @@ class GraphMemory:
     def capturing(self) -> Iterator[None]:
         """Inside the context, launch on the capture stream: after all earlier work, and before all later work."""
         began, current = time.perf_counter(), torch.cuda.current_stream(self.stream.device)
+        reserved = torch.cuda.memory_reserved(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream), postpone_unmapping():
             yield
         current.wait_stream(self.stream)
         self.captures += 1
+        self.num_bytes += max(0, torch.cuda.memory_reserved(self.stream.device) - reserved)
         self.seconds += time.perf_counter() - began
 
 

@@ -1,0 +1,68 @@
+"""Prefix reuse: a prompt that begins with the last text need not be read again from the start.
+
+A turn of a chat and a shared system prompt begin like the text before them, whose keys and values are still in the KV
+cache. They are used again only if the weights are bit by bit what they were when these keys and values were computed:
+a checksum of all weights and buffers is taken after a long text, and compared before its beginning is reused. That
+finds changes in place too, even those through `parameter.data`, of which torch keeps no count. Everything else that
+keys and values depend on (dtype, attention implementation, autocast and other modes) is in the runner's fingerprint,
+and models with adapters keep no runner between calls.
+
+Drafts need no such care: a draft from stale keys is only a worse draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..kernels.checksum import checksum
+from ..model_state import every_buffer, every_parameter
+
+# A checksum of a 7B model takes 4 ms, as long as to read about 120 tokens of a prompt.
+SHORTEST_TEXT = 1024  # a shorter text is not worth a checksum after each call
+FEWEST_TOKENS = 512  # a shorter common beginning is not worth one before a call
+
+
+class Remembered(NamedTuple):
+    """A text whose keys and values are in a cache, token `i` in slot `i`."""
+
+    tokens: list[int]
+    weights: Tensor | None = None  # checksum of the weights that computed them; None: nobody asks
+
+
+NOTHING = Remembered([])
+
+
+def remember(model: PreTrainedModel, tokens: list[int]) -> Remembered:
+    """Return what to keep of a text that a target has read."""
+    if len(tokens) < SHORTEST_TEXT:
+        return NOTHING
+    return Remembered(tokens, _checksum(model))
+
+
+def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequence[int]) -> int:
+    """Return how many tokens of a prompt a target need not read again."""
+    common = common_prefix(remembered.tokens, prompt)
+    if common < FEWEST_TOKENS or remembered.weights is None:
+        return 0
+    return common if bool((remembered.weights == _checksum(model)).all()) else 0  # waits for the device
+
+
+def common_prefix(known: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return how many tokens a prompt has in common with a known text, its last token excluded.
+
+    The last token is always read: its logits are wanted.
+
+    Example:
+        >>> common_prefix([1, 2, 3, 4], [1, 2, 5]), common_prefix([1, 2, 3], [1, 2, 3])
+        (2, 2)
+    """
+    most = min(len(known), len(prompt) - 1)
+    return next((index for index in range(most) if known[index] != prompt[index]), max(0, most))
+
+
+def _checksum(model: PreTrainedModel) -> Tensor:
+    return checksum([*every_parameter(model), *every_buffer(model)])
