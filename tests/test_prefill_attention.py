@@ -1,5 +1,10 @@
 """Attention for a chunk of a prompt: the kernel equals its reference, and the reference equals torch."""
 
+import importlib
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +16,9 @@ from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.prefill_attention import Tiles, attend_chunk, attend_chunk_reference, tiles_for
 
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+benchmark = importlib.import_module("prefill_attention")
 
 SMALL = Tiles(32, 16, 4, 2)  # many tiles and blocks in small examples
 
@@ -81,6 +89,17 @@ def test_tiles_fit_in_shared_memory():
     for size in (16, 64, 80, 128, 256):
         tiles = tiles_for(size, torch.bfloat16, torch.device("cpu"))
         assert (tiles.queries + 2 * tiles.stages * tiles.keys) * size * 2 <= 227 << 10
+
+
+def test_benchmark_times_ours_and_torch(tmp_path, capsys):
+    sizes = ["--lengths", "40", "--chunks", "16,40", "--heads", "4/4", "4/2", "--size", "8", "--repeat", "1"]
+    benchmark.main([*sizes, "--sweep", "--json", str(tmp_path / "result.json")])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [(entry["heads"], entry["chunk"]) for entry in found] == [
+        ([4, 4], 16), ([4, 4], 40), ([4, 2], 16), ([4, 2], 40)
+    ]  # fmt: skip
+    assert all(min(entry["ms"], entry["torch_ms"], entry["torch_chunks_ms"]) > 0 for entry in found)
+    assert "40 tokens, heads 4/2, chunks of 16" in capsys.readouterr().out
 
 
 # ---- the kernel

@@ -119,7 +119,7 @@ def _in_torch(tensor: Tensor) -> Tensor:
     flat = _readable(tensor).reshape(-1).view(torch.int32)
     columns = _column_factors(tensor.device)
     total = torch.tensor(_seed(tensor), device=tensor.device)
-    for start, part in enumerate(flat.split(COLUMNS * ROWS)):  # few rows at a time remain in a CPU's cache
+    for start, part in enumerate(torch.split(flat, COLUMNS * ROWS)):  # few rows at a time remain in a CPU's cache
         sums = (part[: part.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS) * columns).sum(1)
         rest = part[sums.numel() * COLUMNS :]
         sums = torch.cat((sums, (rest * columns[: rest.numel()]).sum(0, keepdim=True)))
