@@ -82,7 +82,7 @@ def _by_kernel(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         programs += -(-number // (COLUMNS * ROWS))
         ends.append(programs)
     addresses = [tensor.data_ptr() for tensor in memory]
-    table = torch.tensor([[_seed(tensor) for tensor in tensors], addresses, words, ends])  # [4, n]
+    table = torch.tensor([[_seed(tensor.dtype, tensor.shape) for tensor in tensors], addresses, words, ends])  # [4, n]
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     out = table[0]  # programs add to the seeds
@@ -96,14 +96,15 @@ def _by_kernel(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _readable(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy where the kernel cannot read it: whole words one after the other, at 16 bytes."""
-    if tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 16 == 0 and not _lazy(tensor):
+    aligned = tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.itemsize % 4 == 0
+    if aligned and tensor.is_contiguous() and tensor.nbytes % 4 == 0 and not _lazy(tensor):
         return tensor
     return _words(tensor)
 
 
 def _lazy(tensor: Tensor) -> bool:
     """Return whether memory holds the conjugate or the negative of what the tensor says."""
-    return tensor.is_conj() or tensor.is_neg()
+    return tensor.is_neg() or tensor.is_conj()
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _in_torch(tensor: Tensor) -> Tensor:
     """Return the checksum of one tensor, int64 []."""
     flat = _readable(tensor).reshape(-1).view(torch.int32)
     columns = _column_factors(tensor.device)
-    total = torch.tensor(_seed(tensor), device=tensor.device)
+    total = torch.tensor(_seed(tensor.dtype, tensor.shape), device=tensor.device)
     for start, part in enumerate(torch.split(flat, COLUMNS * ROWS)):  # few rows at a time remain in a CPU's cache
         sums = (part[: part.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS) * columns).sum(1)
         rest = part[sums.numel() * COLUMNS :]
@@ -146,8 +147,9 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _seed(tensor: Tensor) -> int:
-    return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
+    return zlib.crc32(f"{dtype}{tuple(shape)}".encode())
 
 
 @jit
