@@ -38,9 +38,9 @@ def read(monkeypatch, static_stages):
     monkeypatch.setattr(prefill, "MOST", 512)
     lengths, original = [], target_module.prefill_captured
 
-    def observer(runner, tokens, positions):
+    def observer(runner, tokens, *more):
         lengths.append(tokens.shape[1])
-        return original(runner, tokens, positions)
+        return original(runner, tokens, *more)
 
     monkeypatch.setattr(target_module, "prefill_captured", observer)
     return lengths

@@ -25,10 +25,10 @@ from hf_specbranch import SpecBranchStats, SpeculationHook, kernels
 from hf_specbranch.decoding.acceptance import NO_TOKEN, accept_choices, accept_samples
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.draft_model import DraftModel
-from hf_specbranch.decoding.draft_source import NoDraft
 from hf_specbranch.decoding.draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
 from hf_specbranch.decoding.drafter import Drafter, TorchDraftOps
 from hf_specbranch.decoding.hooks import ConfidenceStop, HookList, LengthHeadHook, TopKBranches
+from hf_specbranch.decoding.loop import NoDraft
 from hf_specbranch.decoding.policies import POLICIES
 from hf_specbranch.decoding.resolve import (
     NONE,

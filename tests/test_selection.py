@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.runtime import cuda_graph, selection
+from hf_specbranch.runtime import cuda_graph, idle_runners, selection
 from hf_specbranch.runtime.cuda_graph import fingerprint, round_up
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for

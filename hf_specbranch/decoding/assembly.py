@@ -24,11 +24,11 @@ from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .call import Call
 from .draft_model import DraftModel
-from .draft_source import DraftOps, NoDraft
+from .draft_source import DraftOps
 from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
 from .drafter import Drafter, TorchDraftOps
 from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
-from .loop import Parts
+from .loop import NoDraft, Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .policies import POLICIES, Policy

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
-from ..kernels.spans import leading_padding, make_spans
-from ..runtime.eager import EagerRunner
+from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
-from ..runtime.prefix_reuse import NOTHING, Remembered, common_prefix
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScorer, can_guide
@@ -73,7 +71,7 @@ class DraftModel:
         start = 0
         if mask is None and self.guide is None and tokens.shape[0] == 1:
             self.runner.remembered = Remembered(tokens[0].tolist())
-            start = common_prefix(remembered.tokens, self.runner.remembered.tokens)
+            start = remembered.common_prefix(self.runner.remembered.tokens)
         if self.buffers.static_shapes and mask is None and fits_captured_prefill(self.runner, tokens):
             prefill_captured(self.runner, self.own_tokens(tokens), self.positions, start)
             return

@@ -1,7 +1,7 @@
 """What a draft source is: anything that proposes draft tokens for the target to verify.
 
-A draft model is the first (`drafter.Drafter`); `NoDraft` proposes nothing. Another source implements this protocol, and
-`assembly.Assembly.with_drafter` chooses it.
+A draft model is the first (`drafter.Drafter`); `loop.NoDraft` proposes nothing. Another source implements this
+protocol, and `assembly.Assembly.with_drafter` chooses it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
-from .resolve import BranchStarts, Drafted, DraftTokens, Feedback, RoundResult
+from .resolve import BranchStarts, DraftTokens, Feedback, RoundResult
 
 
 class DraftSource(Protocol):
@@ -121,30 +121,3 @@ class DraftOps(Protocol):
     def release(self) -> None:
         """Let go of tensors that a stage has made."""
         ...
-
-
-class NoDraft:
-    """The draft source of autoregressive decoding: it proposes nothing.
-
-    Args:
-        nothing: no draft tokens and no branches.
-    """
-
-    depth, max_tokens_per_round, same_every_round = 0, 1, True
-
-    def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
-        self.nothing, self.device = nothing, nothing[0].length.device
-
-    def prefill(self, length: int) -> None: ...
-
-    def remember(self, tokens: list[int]) -> None: ...
-
-    def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
-        return self.nothing[0]
-
-    def branch(self, reached: int) -> BranchStarts:
-        return self.nothing[1]
-
-    def drafted(self) -> Tensor:
-        rows = self.nothing[0].length.shape[0]
-        return torch.zeros((rows, len(Drafted._fields)), dtype=torch.long, device=self.device)

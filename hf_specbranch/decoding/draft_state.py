@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.spans import make_spans
+from ..runtime.eager import make_spans
 from ..runtime.static_buffers import Buffers
 from .acceptance import draw
 from .draft_model import DraftModel
@@ -328,3 +328,8 @@ class DraftRound:
         if pending.generator is not None:  # drafts are drawn: the test needs their distributions
             self.sent_scores = buffers.tensor("sent.scores", (rows, gamma, vocabulary), torch.float32)
             self.branch_scores = buffers.tensor("branches.scores", (rows, vocabulary), torch.float32)
+
+
+def own_token_first(q: Tensor, token: Tensor, count: int) -> Tensor:
+    """Return `count` tokens: the pending draft's own, then the likeliest others. `q` is [..., V], `token` [..., 1]."""
+    return q.scatter(-1, token, 2.0).topk(count, dim=-1).indices  # 2 is above every probability

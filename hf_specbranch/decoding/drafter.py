@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
-from ..kernels.spans import make_spans
-from ..runtime.prefix_reuse import Remembered
+from ..runtime.eager import Remembered, make_spans
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .draft_model import DraftModel
 from .draft_source import DraftOps
-from .draft_state import DraftRound
+from .draft_state import DraftRound, own_token_first
 from .hooks import HookList
 from .resolve import (
     NONE,
@@ -109,14 +108,12 @@ class Drafter:
         return self.ops.drafted()
 
     def remember(self, tokens: list[int]) -> None:
-        """Keep in mind which part of a final text of one row the draft has read. Waits for the device."""
-        pending = self.round.pending
-        if self.model.runner.remembered.tokens and self.model.guide is None:
-            read = int(torch.minimum(pending.cached, pending.start)[0])
-            self.model.runner.remembered = Remembered(tokens[:read])
+        if (runner := self.model.runner).remembered.tokens:  # there is one row, without padding
+            read = torch.minimum(self.round.pending.cached, self.round.pending.start)
+            runner.remembered = Remembered(tokens[: int(read[0])])  # waits for the device
 
     def _slots_shown(self, reached: int) -> int:
-        """How many slots a stage with static shapes reads; see `EagerRunner.bucket`."""
+        """See `EagerRunner.bucket`."""
         if not self.round.static_shapes:
             return 0
         needed = reached + self.round.pending.reach + self.round.side.slots_needed
@@ -349,8 +346,3 @@ class TorchDraftOps:
         return torch.stack([round.sent_length, ahead, branches, rejection_branches, leaves, round.count], dim=1)
 
     def release(self) -> None: ...
-
-
-def own_token_first(q: Tensor, token: Tensor, count: int) -> Tensor:
-    """Return `count` tokens: the pending draft's own, then the likeliest others. `q` is [..., V], `token` [..., 1]."""
-    return q.scatter(-1, token, 2.0).topk(count, dim=-1).indices  # 2 is above every probability

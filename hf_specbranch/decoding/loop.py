@@ -24,11 +24,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..runtime.base import Step
 from ..runtime.overlap import Overlap
-from .draft_source import DraftSource, NoDraft
+from .draft_source import DraftSource
 from .outputs import Recorder
-from .resolve import Accounting, Feedback
+from .resolve import Accounting, BranchStarts, Drafted, DraftTokens, Feedback
 from .target import Target
 from .text import Text
 from .verifier import Verifier
@@ -166,3 +169,30 @@ class RoundsInFlight:
 
     def close(self) -> None:
         self.text.in_flight = 0
+
+
+class NoDraft:
+    """The draft source of autoregressive decoding: it proposes nothing.
+
+    Args:
+        nothing: no draft tokens and no branches.
+    """
+
+    depth, max_tokens_per_round, same_every_round = 0, 1, True
+
+    def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
+        self.nothing, self.device = nothing, nothing[0].length.device
+
+    def prefill(self, length: int) -> None: ...
+
+    def remember(self, tokens: list[int]) -> None: ...
+
+    def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
+        return self.nothing[0]
+
+    def branch(self, reached: int) -> BranchStarts:
+        return self.nothing[1]
+
+    def drafted(self) -> Tensor:
+        rows = self.nothing[0].length.shape[0]
+        return torch.zeros((rows, len(Drafted._fields)), dtype=torch.long, device=self.device)

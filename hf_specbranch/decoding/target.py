@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
-from ..kernels.spans import leading_padding, make_spans
 from ..request import FallBack
 from ..runtime.base import Step
-from ..runtime.eager import EagerRunner
+from ..runtime.eager import NOTHING, EagerRunner, leading_padding, make_spans
 from ..runtime.prefill import fits_captured_prefill, prefill_captured
-from ..runtime.prefix_reuse import NOTHING, remember, reusable_tokens
+from ..runtime.prefix_reuse import remember, reusable_tokens
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs

@@ -30,11 +30,11 @@ from .backend import (
     wait_for_dependencies,
 )
 from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
-from .spans import is_spans, spans_to_mask
+from .spans import SPANS
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
-SPANS = 3  # the kind of a mask that is given by spans; see `mask_kind` for the others
+BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
 # Stages of the pipeline. With a mask, two blocks are in flight, since the position of a block is itself loaded.
 STAGES, STAGES_WITH_MASK = 4, 5
 
@@ -74,7 +74,7 @@ def attend(
         return attend_reference(query, key, value, mask, scaling, softcap, sinks)
     rows, heads, queries, size = query.shape
     key_heads, slots = key.shape[1], key.shape[2]
-    by_spans = mask is not None and is_spans(mask)
+    by_spans = mask is not None and mask.dtype == SPANS
     packed = heads // key_heads * queries
     exact = query.dtype == torch.float32
     tile = min(power_of_two(packed, 16), 16 if exact else 64 if size <= 128 else 32)
@@ -99,7 +99,7 @@ def attend(
         query, key, value, seen, listed, number, partial, scores, scores[-1], sink,
         scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, most_blocks,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
-        MASK=SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
+        MASK=BY_SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
         SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
         num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK, **dependent_launch(query.device),
@@ -123,8 +123,10 @@ def attend_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute what `attend` does, in plain torch: at least float32 throughout, rounded once at the end."""
-    if mask is not None and is_spans(mask):
-        mask = spans_to_mask(mask[:, 0], key.shape[2])[:, None]
+    if mask is not None and mask.dtype == SPANS:
+        first, end, own_first, own_end = mask[..., None].unbind(3)  # [B, 1, Q, 1] each
+        slot = torch.arange(key.shape[2], device=key.device)
+        mask = ((first <= slot) & (slot < end)) | ((own_first <= slot) & (slot < own_end))
     groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (states.to(wide).repeat_interleave(groups, dim=1) for states in (key, value))
     scores = query.to(wide) @ key.transpose(2, 3) * scaling
@@ -154,8 +156,8 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
         and query.shape[3] == value.shape[3] <= 256
         and all(states.stride(3) == 1 for states in (query, key, value))
         and (mask is None or (mask.shape[1] == 1 and mask.stride(3) == 1))
-        and (mask is None or is_spans(mask) or mask.shape[3] == key.shape[2])
-        and (mask is None or is_spans(mask) or mask.dtype in (torch.bool, query.dtype))
+        and (mask is None or mask.dtype == SPANS or mask.shape[3] == key.shape[2])
+        and (mask is None or mask.dtype == SPANS or mask.dtype in (torch.bool, query.dtype))
     )
 
 

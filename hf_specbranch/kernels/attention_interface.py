@@ -24,7 +24,7 @@ from .attention import MOST_QUERIES, attend, attend_reference, fits
 from .backend import serves
 from .blocks import Blocks, blocks_in_use
 from .prefill_attention import attend_chunk
-from .spans import is_spans
+from .spans import SPANS
 
 NAME = "specbranch"
 UNCAPPED = "specbranch_uncapped"  # replaces an implementation that ignores `softcap` and `s_aux`
@@ -58,7 +58,7 @@ def specbranch_attention(
         [B, Q, Hq, D] and None: no weights are kept.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is not None and is_spans(attention_mask):
+    if attention_mask is not None and attention_mask.dtype == SPANS:
         return _attend_by_spans(query, key, value, attention_mask, scaling, softcap, s_aux), None
     compiling = torch.compiler.is_compiling()  # the compiler cannot trace our kernels
     if attention_mask is not None and dropout == 0 and not compiling and fits(query, key, value, attention_mask):

@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 
 from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
 from ..kernels.attention_interface import original_attention
-from ..kernels.spans import is_spans, make_spans
+from ..kernels.spans import SPANS
 from ..model_state import every_buffer, every_module, every_parameter, state_of
 from . import idle_runners
 from .base import Step
-from .eager import SMALLEST, EagerRunner, MaskMaker, round_up
-from .prefix_reuse import NOTHING
+from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
 from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
@@ -172,8 +171,8 @@ class GraphRunner(EagerRunner):
         rows, queries, shown = visible.shape
         if queries > MOST_QUERIES:
             return super().forward(tokens, positions, slots, visible, **extra)
-        size = shown if is_spans(visible) else round_up(shown)
-        if not is_spans(visible):
+        size = shown if visible.dtype == SPANS else round_up(shown)
+        if visible.dtype != SPANS:
             self.reserve(rows, size)
         key = (rows, queries, size, visible.dtype, *sorted(extra.items()))
         captured = self.captured.get(key)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,35 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
 from ..kernels.parallel_build import is_dry_run
-from ..kernels.spans import is_spans, spans_to_mask, within_window
+from ..kernels.spans import SPANS
 from .base import Step
 from .kv_cache import SlotCache
 from .positions import LengthDependentRotary, learned_positions
-from .prefix_reuse import NOTHING
 from .static_buffers import Buffers
 
 SMALLEST = 256  # fewest slots that a captured forward reads; larger sizes are powers of two
+
+
+class Remembered(NamedTuple):
+    """A text of one row whose keys and values are in a cache, token `i` in slot `i`."""
+
+    tokens: list[int]
+    weights: Tensor | None = None  # checksum of the weights that computed them, if it matters; see `prefix_reuse`
+
+    def common_prefix(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens a prompt has in common with this text, the prompt's last token excluded.
+
+        The last token is always read, because its logits are wanted.
+
+        Example:
+            >>> Remembered([1, 2, 3, 4]).common_prefix([1, 2, 5]), Remembered([1, 2, 3]).common_prefix([1, 2, 3])
+            (2, 2)
+        """
+        most = max(0, min(len(self.tokens), len(prompt) - 1))
+        return next((index for index in range(most) if self.tokens[index] != prompt[index]), most)
+
+
+NOTHING = Remembered([])
 
 
 class EagerRunner:
@@ -132,7 +153,7 @@ class EagerRunner:
         Stages call it, because a stage is captured as a whole and a graph cannot be replayed inside a capture.
         """
         in_text = positions if positions.ndim == 2 else positions[0]
-        by_spans = is_spans(visible)
+        by_spans = visible.dtype == SPANS
         shown = self.cache.address.capacity if by_spans else visible.shape[2]
         if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
@@ -202,13 +223,13 @@ class MaskMaker:
     def _within_window(self, kind: str, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor:
         if kind == FULL or self.window is None:
             return visible
-        if is_spans(visible):
+        if visible.dtype == SPANS:
             return within_window(visible, self.window)
         return visible & (positions[:, :, None] - slot_positions[:, None, :] < self.window)
 
     def _to_mask(self, visible: Tensor) -> Tensor:
         mask = visible[:, None]  # [B, 1, Q, S], or [B, 1, Q, 4]
-        if not self.additive or is_spans(visible):
+        if not self.additive or visible.dtype == SPANS:
             return mask
         lowest = torch.finfo(self.dtype).min
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)
@@ -219,3 +240,69 @@ def layer_kinds(config: Any) -> list[str]:
     if (types := getattr(config, "layer_types", None)) is not None:
         return sorted(set(types))
     return [FULL if getattr(config, "sliding_window", None) is None else SLIDING]
+
+
+# ---- spans; see `kernels.spans`
+
+
+def make_spans(first: Tensor, end: Tensor, own_first: Tensor | None = None, own_end: Tensor | None = None) -> Tensor:
+    """Return spans [B, Q, 4] of queries that see `first` to `end` (exclusive), and `own_first` to `own_end` if given.
+
+    Args:
+        first: [B, 1] or [B, Q].
+        end: [B, Q].
+        own_first: [B, Q], or None where queries have no slots of their own.
+        own_end: as `own_first`.
+
+    Example:
+        >>> columns = torch.tensor([[5, 6]])  # two tokens of a text whose first two slots are padding
+        >>> make_spans(torch.tensor([[2]]), columns + 1).tolist()
+        [[[2, 6, 0, 0], [2, 7, 0, 0]]]
+    """
+    none = torch.zeros_like(end)
+    own_first, own_end = none if own_first is None else own_first, none if own_end is None else own_end
+    return torch.stack([first.expand_as(end), end, own_first, own_end], dim=-1).to(SPANS)
+
+
+def leading_padding(attention: Tensor) -> Tensor:
+    """Return [B, 1] how many slots are hidden before the first visible one, given attention [B, S] of bool.
+
+    Example:
+        >>> leading_padding(torch.tensor([[False, True, False, True], [True, True, True, True]])).tolist()
+        [[1], [0]]
+    """
+    return (attention.cumsum(1) == 0).sum(1, keepdim=True)
+
+
+def spans_to_mask(spans: Tensor, width: int, seen: Tensor | None = None) -> Tensor:
+    """Return the mask [B, Q, width] of these spans.
+
+    Args:
+        spans: [B, Q, 4].
+        width: how many slots.
+        seen: [B, width or more] bool: slots that are not hidden from all queries.
+
+    Example:
+        >>> spans = torch.tensor([[[1, 3, 4, 5]]], dtype=torch.int32)
+        >>> spans_to_mask(spans, 6).int().tolist()
+        [[[0, 1, 1, 0, 1, 0]]]
+    """
+    slots = torch.arange(width, device=spans.device, dtype=SPANS)
+    first, end, own_first, own_end = (each[..., None] for each in spans.unbind(-1))
+    visible = ((slots >= first) & (slots < end)) | ((slots >= own_first) & (slots < own_end))
+    return visible if seen is None else visible & seen[:, None, :width]
+
+
+def within_window(spans: Tensor, window: int) -> Tensor:
+    """Return what is left of spans [B, Q, 4] in a layer that sees the last `window` positions only.
+
+    A query comes after the text before it and after its own slots, itself included. So its place in the text is
+    `end + own_end - own_first - 1`. A branch is shorter than any window.
+
+    Example:
+        >>> within_window(torch.tensor([[[0, 10, 0, 0], [0, 10, 20, 22]]], dtype=torch.int32), 4).tolist()
+        [[[6, 10, 0, 0], [8, 10, 20, 22]]]
+    """
+    first, end, own_first, own_end = spans.unbind(-1)
+    earliest = end + own_end - own_first - window
+    return torch.stack([torch.maximum(first, earliest), end, own_first, own_end], dim=-1)

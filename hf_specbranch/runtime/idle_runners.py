@@ -42,7 +42,7 @@ class Idle(Protocol):
 def pop(model: PreTrainedModel, purpose: tuple[int, str]) -> Idle | None:
     """Take out the idle runner of a model for this purpose that was used last."""
     with _lock:
-        idle = state_of(model).idle_runners
+        idle: list[Idle] = state_of(model).idle_runners
         fitting = [runner for runner in idle if runner.purpose == purpose]
         if not fitting:
             return None

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.spans import make_spans
-from .eager import EagerRunner
+from .eager import EagerRunner, make_spans
 
 # With a 7B model on an H200, the first token after a prompt of 129 tokens takes 22 ms if the prompt is padded to 256
 # tokens (28 ms to 512, 36 ms to 1,024). After a prompt of 1,000 tokens it takes 32 ms (58 ms if kernels are launched

@@ -13,27 +13,17 @@ Drafts need no such care: a draft from stale keys is only a worse draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.checksum import checksum
 from ..model_state import every_buffer, every_parameter
+from .eager import NOTHING, Remembered
 
 # A checksum of a 7B model takes 4 ms, as long as to read about 120 tokens of a prompt.
 SHORTEST_TEXT = 1024  # a shorter text is not worth a checksum after each call
 FEWEST_TOKENS = 512  # a shorter common beginning is not worth one before a call
-
-
-class Remembered(NamedTuple):
-    """A text whose keys and values are in a cache, token `i` in slot `i`."""
-
-    tokens: list[int]
-    weights: Tensor | None = None  # checksum of the weights that computed them; None: nobody asks
-
-
-NOTHING = Remembered([])
 
 
 def remember(model: PreTrainedModel, tokens: list[int]) -> Remembered:
@@ -45,23 +35,10 @@ def remember(model: PreTrainedModel, tokens: list[int]) -> Remembered:
 
 def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequence[int]) -> int:
     """Return how many tokens of a prompt a target need not read again."""
-    common = common_prefix(remembered.tokens, prompt)
+    common = remembered.common_prefix(prompt)
     if common < FEWEST_TOKENS or remembered.weights is None:
         return 0
     return common if bool((remembered.weights == _checksum(model)).all()) else 0  # waits for the device
-
-
-def common_prefix(known: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return how many tokens a prompt has in common with a known text, its last token excluded.
-
-    The last token is always read: its logits are wanted.
-
-    Example:
-        >>> common_prefix([1, 2, 3, 4], [1, 2, 5]), common_prefix([1, 2, 3], [1, 2, 3])
-        (2, 2)
-    """
-    most = min(len(known), len(prompt) - 1)
-    return next((index for index in range(most) if known[index] != prompt[index]), max(0, most))
 
 
 def _checksum(model: PreTrainedModel) -> Tensor:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from ..kernels.fuse import fused
 from ..kernels.module_check import evaluating
-from ..kernels.spans import DTYPE, spans_to_mask
-from .eager import SMALLEST, EagerRunner, MaskMaker
+from ..kernels.spans import SPANS
+from .eager import SMALLEST, EagerRunner, MaskMaker, spans_to_mask
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _pass(runner: EagerRunner, text: int, by_spans: bool = False) -> Tensor:
         else:
             slots.append(positions[query])
             spans.append([0, slots[query] + 1, 0, 0])
-    visible = torch.tensor([spans], dtype=DTYPE)
+    visible = torch.tensor([spans], dtype=SPANS)
     if not by_spans:
         visible = spans_to_mask(visible, SMALLEST)
     where = runner.device

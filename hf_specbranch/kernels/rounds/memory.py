@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backend import Value, jit, power_of_two, tl
 from ..parallel_build import room as index_memory
-from ..spans import DTYPE as SPANS
+from ..spans import SPANS
 
 LARGEST_BLOCK = 8192  # tokens of a distribution per block
 FEW = 32  # the shortest block of positions, so that one build serves drafts of any usual length
