@@ -1,12 +1,14 @@
-"""Branch-parallel speculative decoding behind `model.generate()`."""
+"""Branch-parallel speculative decoding behind `model.generate()`.
 
-from .config import SpecBranchConfig
-from .decoding.hooks import SpeculationHook
-from .demo_pair import load_demo_pair
-from .heads import LengthHead, LengthHeadConfig
-from .mixin import SpecBranchMixin, specbranch
-from .pipeline import register_task
-from .stats import SpecBranchStats
+Names are imported when they are first used. The pipeline task is registered when transformers' pipelines are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .lazy import after_import, lazily
 
 __all__ = [
     "LengthHead",
@@ -20,4 +22,26 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-register_task()
+if TYPE_CHECKING:
+    from .config import SpecBranchConfig
+    from .decoding.hooks import SpeculationHook
+    from .demo_pair import load_demo_pair
+    from .heads import LengthHead, LengthHeadConfig
+    from .mixin import SpecBranchMixin, specbranch
+    from .stats import SpecBranchStats
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "LengthHead": "heads",
+            "LengthHeadConfig": "heads",
+            "SpecBranchConfig": "config",
+            "SpecBranchMixin": "mixin",
+            "SpecBranchStats": "stats",
+            "SpeculationHook": "decoding.hooks",
+            "load_demo_pair": "demo_pair",
+            "specbranch": "mixin",
+        },
+    )
+
+after_import("transformers.pipelines", lambda: importlib.import_module(f"{__name__}.pipeline"))  # which registers it

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from .checks import FAILED, Check, versions
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
 from .mixin import specbranch
+from .pair_checks import check_everything
 from .planning.chooser import choose, describe, plans_within
 from .planning.measure import Inputs, Measurement, generations, measure_costs
 from .planning.simulate import Agreement, predict
 from .planning.tune import Ranked, rank, record_all
-from .request import check_model, check_pair
-from .runtime.mask_probe import mask_maker_for
+from .progress import Progress
 
-OK, WARNING, FAILED = "ok", "warn", "FAIL"
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory
-CACHE_TOKENS = 4096  # the context length for which the size of the KV caches is reported
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    state: str  # OK, WARNING or FAILED
-    found: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ def examine(
     max_branches: int = 4,
     repeats: int = 2,
     runtime: str = "auto",
-    tick: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
 ) -> Report:
     """Check a pair, measure it on a few prompts, and predict the speed of each policy.
 
@@ -111,7 +99,7 @@ def examine(
         max_branches: k_max of the settings that are measured.
         repeats: how often each is timed; the fastest run counts.
         runtime: as in `SpecBranchConfig`.
-        tick: called after every generation, `examination_generations` times.
+        progress: receives what is measured; advances after every generation, `examination_generations` times.
 
     Example:
         >>> from hf_specbranch import load_demo_pair
@@ -121,110 +109,45 @@ def examine(
         >>> report.usable
         True
     """
-    checks = check_everything(target, draft, tokenizer, draft_tokenizer)
+    checks = [versions(), *check_everything(target, draft, tokenizer, draft_tokenizer)]
+    return measure_pair(
+        checks, target, draft, tokenizer, prompts, max_new_tokens, max_draft_length, max_branches, repeats, runtime,
+        progress,
+    )  # fmt: skip
+
+
+def measure_pair(
+    checks: list[Check],
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int = 48,
+    max_draft_length: int = 8,
+    max_branches: int = 4,
+    repeats: int = 2,
+    runtime: str = "auto",
+    progress: Progress | None = None,
+) -> Report:
+    """Continue an examination after its checks, as `check_everything` yields them; the arguments are `examine`'s."""
     if failed := [check for check in checks if check.state == FAILED]:
         return Report(checks, f"This pair cannot be used: {failed[0].found}")
+    progress = progress or Progress()
     model = specbranch(target)
     inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
-    inputs, agreements = record_all(model, draft, inputs, max_new_tokens, tick)
+    inputs, agreements = record_all(model, draft, inputs, max_new_tokens, progress)
     if not agreements:
         checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
         return Report(checks, "Nothing could be measured: " + checks[-1].found)
     measurement = measure_costs(
-        model, draft, inputs, agreements, max_draft_length, max_branches, runtime=runtime, repeats=repeats, tick=tick
+        model, draft, inputs, agreements, max_draft_length, max_branches, runtime, repeats, progress
     )
     return _conclude(checks, agreements, measurement, runtime, is_cheap(target, draft))
 
 
 def examination_generations(prompts: int, repeats: int = 2) -> int:
-    """Return how often `examine` calls `tick`."""
+    """Return how often `examine` advances its progress."""
     return prompts + generations(prompts, repeats)
-
-
-# ---- checks
-
-
-def check_everything(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any
-) -> list[Check]:
-    """Run all checks that need no text."""
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
-    millions = [model.num_parameters() / 1e6 for model in (target, draft)]
-    models = f"{type(target).__name__}, {millions[0]:,.1f}M; draft {type(draft).__name__}, {millions[1]:,.1f}M"
-    checks = [
-        _try("models", lambda: _check_models(target, draft), models),
-        _try("vocabulary", lambda: check_pair(target, draft, None, None), f"{sizes[0]} and {sizes[1]} entries"),
-    ]
-    if draft_tokenizer is None:
-        checks.append(Check("tokenizers", WARNING, "the draft has none: it is assumed to use the target's"))
-    else:
-        compare = "the same entries in both"
-        checks.append(_try("tokenizers", lambda: check_pair(target, draft, tokenizer, draft_tokenizer), compare))
-        if checks[-1].state == OK:  # with equal tokens, different sizes are padding
-            checks[1] = Check("vocabulary", OK, checks[1].found if checks[1].state == OK else "padded differently")
-    if all(check.state != FAILED for check in checks):
-        attention = target.config.get_text_config(decoder=True)._attn_implementation
-        checks.append(_try("attention", lambda: _probe(target, draft), f"{attention}, obeys explicit masks"))
-    return [*checks, _devices(target, draft), _memory(target, draft)]
-
-
-def _try(name: str, check: Callable[[], Any], found: str) -> Check:
-    try:
-        check()
-    except (TypeError, ValueError) as error:
-        return Check(name, FAILED, str(error))
-    return Check(name, OK, found)
-
-
-def _check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    check_model(target, "target")
-    check_model(draft, "draft")
-
-
-def _probe(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    mask_maker_for(target, "target")
-    mask_maker_for(draft, "draft")
-
-
-def _devices(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
-    where = f"{target.device} ({_short(target.dtype)}), draft {draft.device} ({_short(draft.dtype)})"
-    kinds = {target.device.type, draft.device.type}
-    if "cpu" in kinds and len(kinds) > 1:
-        return Check("devices", WARNING, f"{where}: one model is on the CPU")
-    if kinds == {"cpu"}:
-        return Check("devices", WARNING, f"{where}: no GPU, so a pass over several tokens takes longer than over one")
-    return Check("devices", OK, where)
-
-
-def _memory(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
-    weights = sum(p.numel() * p.element_size() for model in (target, draft) for p in model.parameters())
-    cache = sum(map(_cache_bytes, (target, draft))) * CACHE_TOKENS
-    if target.device.type == "cuda":
-        free = torch.cuda.mem_get_info(target.device)[0]
-    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return Check("memory", OK, f"weights {_gib(weights)}; KV caches of {CACHE_TOKENS} tokens {_gib(cache)}")
-    found = f"weights {_gib(weights)}; KV caches of {CACHE_TOKENS} tokens {_gib(cache)}; free {_gib(free)}"
-    return Check("memory", OK if free > cache else WARNING, found)
-
-
-def _cache_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of keys and values per token, over all layers; 0 for a model without attention."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return 0
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- conclusions

@@ -71,8 +71,11 @@ def _check(target: Any, draft: Any) -> None:
 
 
 def register_task() -> None:
-    """Register `pipeline("specbranch-text-generation", ...)` with transformers; importing the package does it."""
+    """Register `pipeline("specbranch-text-generation", ...)` with transformers; importing this module does it."""
     if TASK not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
             TASK, SpecBranchTextGenerationPipeline, pt_model=AutoModelForCausalLM, type="text"
         )
+
+
+register_task()

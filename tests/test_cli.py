@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hf_specbranch
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.cli import app, main
-from hf_specbranch.cli.chat import Conversation
+from hf_specbranch.cli.conversation import Conversation
 from hf_specbranch.cli.generate import prompt_from
 from hf_specbranch.cli.options import GenerationOptions
 

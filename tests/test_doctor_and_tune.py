@@ -1,24 +1,44 @@
 """Doctor and tune: what they measure, predict and recommend."""
 
 import importlib.util
+import io
 import json
+import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, specbranch
+from hf_specbranch.checks import FAILED
 from hf_specbranch.cli import app
-from hf_specbranch.doctor import FAILED, check_everything, examine
+from hf_specbranch.cli.progress import showing_progress
+from hf_specbranch.doctor import examination_generations, examine
+from hf_specbranch.families.tiny import language_models
+from hf_specbranch.pair_checks import check_everything
 from hf_specbranch.planning.measure import TimedRounds, fit_costs
 from hf_specbranch.planning.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
 from hf_specbranch.planning.tune import POLICIES, rank, tune, tuning_generations
+from hf_specbranch.progress import Progress
 
 from .models import VOCABULARY, attached, llama, prompt
 from .tokens import letter_tokenizer
 
 PROMPT = "abcdefg"
 COSTS = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0002, hidden=0.8)
+
+
+class RecordedProgress(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.shown, self.advances = [], 0
+
+    def doing(self, what):
+        self.shown.append(what)
+
+    def advance(self):
+        self.advances += 1
 
 
 def states(checks):
@@ -73,17 +93,16 @@ def test_overlap_is_off_where_it_hides_nothing():
 
 @pytest.fixture(scope="module")
 def report(target, draft):
-    tokenizer, ticks = letter_tokenizer(VOCABULARY), []
-    found = examine(
-        attached(target), draft, tokenizer, tokenizer, [PROMPT], 10, repeats=1, tick=lambda: ticks.append(1)
-    )
-    assert len(ticks) > 10
+    tokenizer, progress = letter_tokenizer(VOCABULARY), RecordedProgress()
+    found = examine(attached(target), draft, tokenizer, tokenizer, [PROMPT], 10, repeats=1, progress=progress)
+    assert progress.advances == examination_generations(1, repeats=1) == len(progress.shown)
+    assert progress.shown[0] == "recording text 1 of 1" and "timing pearl on text 1 of 1" in progress.shown
     return found
 
 
 def test_doctor_measures_and_predicts_every_policy(report):
     assert report.usable and set(states(report.checks)) == {
-        "models", "vocabulary", "tokenizers", "attention", "devices", "memory",
+        "versions", "models", "vocabulary", "tokenizers", "devices", "memory", "capture", "attention",
     }  # fmt: skip
     names = [row.name for row in report.policies]
     assert names[:4] == ["autoregressive", "vanilla", "pearl", "specbranch"] and "specbranch, best" in names
@@ -132,15 +151,71 @@ def test_attention_without_masks_fails_the_check(target, draft):
     assert states(check_everything(bloom, draft, tokenizer, tokenizer))["attention"] == FAILED
 
 
-def test_recurrent_draft_cannot_be_used(target):
+@pytest.fixture(scope="module")
+def mamba():
     from transformers import MambaConfig, MambaForCausalLM
 
     torch.manual_seed(0)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)).eval()
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)).eval()
+
+
+def test_recurrent_draft_cannot_be_used(target, mamba):
     tokenizer = letter_tokenizer(VOCABULARY)
     report = examine(attached(target), mamba, tokenizer, tokenizer, [PROMPT])
     assert states(report.checks)["models"] == FAILED and not report.policies
     assert report.verdict.startswith("This pair cannot be used: the draft MambaForCausalLM keeps a recurrent state")
+
+
+def test_tune_refuses_a_recurrent_draft_before_any_work(target, mamba):
+    progress = RecordedProgress()
+    with pytest.raises(ValueError, match="the draft MambaForCausalLM keeps a recurrent state"):
+        tune(attached(target), mamba, [prompt()], progress=progress)
+    assert not progress.shown
+
+
+def test_doctor_checks_layers_of_different_sizes(target):
+    families = [each for each in language_models() if each.name == "gemma4_text"]
+    if not families:
+        pytest.skip("needs a newer transformers")
+    tokenizer = letter_tokenizer(VOCABULARY)
+    found = {check.name: check.found for check in check_everything(target, families[0].build(), tokenizer, tokenizer)}
+    assert "GiB" in found["memory"] and "KV caches" not in found["memory"]
+
+
+def test_doctor_command_shows_progress_and_checks_first(folders, mamba, tmp_path):
+    mamba.save_pretrained(tmp_path)
+    letter_tokenizer(VOCABULARY).save_pretrained(tmp_path)
+    said = CliRunner().invoke(app, ["doctor", "--target", str(folders / "target"), "--draft", str(tmp_path)])
+    assert said.stderr.splitlines()[0] == "importing torch and transformers"
+    lines = said.stdout.splitlines()
+    assert said.exit_code == 1 and lines[0].startswith("ok    versions    Python 3") and "Traceback" not in said.output
+    flat = " ".join(said.stdout.split())
+    assert "FAIL models the draft MambaForCausalLM keeps a recurrent state, which cannot be rolled back" in flat
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):
+    seconds = iter([100.0, 101.0, 104.0])
+    monkeypatch.setattr("hf_specbranch.cli.progress.time.monotonic", lambda: next(seconds))
+    with showing_progress(9) as progress:
+        for what in ("first", "too soon", "later"):
+            progress.doing(what)
+            progress.advance()
+    with showing_progress(9, quiet=True) as progress:
+        progress.doing("nothing")
+    assert capsys.readouterr().err == "0 of 9 runs done; first\n2 of 9 runs done; later\n"
+
+
+def test_progress_at_a_terminal_is_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with showing_progress(2) as progress:
+        progress.doing("timing vanilla")
+        progress.advance()
+        progress.say("a line")
+    shown = terminal.getvalue()
+    assert "timing vanilla" in shown and "1/2" in shown and "a line" in shown
 
 
 # ---- tune
@@ -148,14 +223,15 @@ def test_recurrent_draft_cannot_be_used(target):
 
 @pytest.mark.slow
 def test_tune_measures_each_policy_and_the_defaults(target, draft):
-    ticks = []
+    progress = RecordedProgress()
     model = attached(target)
-    found = tune(model, draft, [prompt()], 12, finalists=3, repeats=1, tick=lambda: ticks.append(1))
+    found = tune(model, draft, [prompt()], 12, finalists=3, repeats=1, progress=progress)
     assert {trial.config.policy for trial in found.trials} == set(POLICIES)
     assert {SpecBranchConfig(policy) for policy in POLICIES} <= {trial.config for trial in found.trials}
     assert found.auto > 0 and found.plain > 0
     assert found.best == max(found.trials, key=lambda trial: trial.measured).config
-    assert len(ticks) <= tuning_generations(1, finalists=3, repeats=1, policies=3)
+    assert "measuring auto, warm-up" in progress.shown and "measuring plain generate(), run 1 of 1" in progress.shown
+    assert len(progress.shown) == progress.advances <= tuning_generations(1, finalists=3, repeats=1, policies=3)
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,18 @@ The rules, with `h` the hidden size, `d` the head size, `r = h_old / h_new` and 
 Every free entry keeps the random value of a newly initialised model.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+if TYPE_CHECKING:  # imported where they are used: the names of shapes need neither
+    import torch
+    from torch import Tensor
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 CONTEXT = 32768  # smallest context of a twin, so that long texts can be timed
 
@@ -141,6 +145,9 @@ def grow(
         >>> twin.config.hidden_size
         768
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     wanted = resolve_shape(shape)
     check_growth(model, wanted)
     old: LlamaConfig = model.config
@@ -174,7 +181,7 @@ def check_growth(model: LlamaForCausalLM, shape: Shape) -> None:
             f"grow() takes a LlamaForCausalLM, got {type(model).__name__} (model_type {found!r}): "
             "the growth rules hold for the Llama architecture only"
         )
-    assert isinstance(config, LlamaConfig)
+    assert config is not None
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim"):
         has, wanted = getattr(config, name), getattr(shape, name)
         if wanted < has:
@@ -231,6 +238,8 @@ def key_value_copies(old: LlamaConfig, shape: Shape) -> int:
 
 def head_layout(old: LlamaConfig, shape: Shape) -> HeadLayout:
     """Place the old heads in the new layer. Copy c of old key-value head g is new key-value head `g * copies + c`."""
+    import torch
+
     copies, group = key_value_copies(old, shape), group_size(shape)
     query_heads = []
     for head in range(old.num_attention_heads):

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_specbranch.config import SpecBranchConfig
+from hf_specbranch.progress import Progress
 
 from .methods import EAGER, SWEPT, Method, Overrides, Pair, candidates, fixed_methods
 from .results import Measurement, OnPrompt, difference
@@ -54,19 +55,6 @@ class Plan:
     sweep_prompts: int = 2
     stream_prompts: int = 1
     temperature: float = 0.0
-
-
-class Progress:
-    """Receives the progress of a run; this one ignores it."""
-
-    def doing(self, what: str) -> None:
-        """Show what runs now."""
-
-    def advance(self) -> None:
-        """Count one finished generation."""
-
-    def say(self, line: str) -> None:
-        """Show a line that the user should see before the run ends."""
 
 
 class Benchmark:

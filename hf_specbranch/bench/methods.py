@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_specbranch.config import REJECTION_BRANCHES, TREE_LEAVES, SpecBranchConfig
 
-from ..heads import LengthHead
+if TYPE_CHECKING:  # the names of the methods need neither
+    from transformers import PreTrainedModel
+
+    from ..heads import LengthHead
 
 # Every method by name, in the order they run and are shown.
 METHODS = {

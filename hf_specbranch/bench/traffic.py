@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .methods import Pair
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIXED, MIXED_AGAIN = "mixed", "mixed, again"
 CHAT, CHAT_CACHED = "chat", "chat, with cache"
@@ -166,6 +166,8 @@ def inputs_of(item: Item, pair: Pair) -> dict[str, Tensor]:
     ids = [[pad] * (length - len(row)) + row for row in item.prompts]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in item.prompts]
     device = pair.target.device
+    import torch
+
     return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
 

@@ -6,24 +6,23 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
 import typer
 from tqdm import tqdm
 
-from ..bench.measure import Benchmark, Plan, Progress
 from ..bench.methods import DEFAULT_METHODS, METHODS, Overrides, Pair, check_names
 from ..bench.plots import save_speedup
 from ..bench.prompts import Prompt, python_prompts, read_prompts
-from ..bench.report import build, markdown, print_report
-from ..bench.traffic import LONGEST, SHORTEST_LONGEST, Traffic, fitting_length
-from ..bench.traffic_report import build_traffic, print_traffic, traffic_markdown
-from ..bench.traffic_run import TrafficBenchmark
+from ..bench.traffic import LONGEST, SHORTEST_LONGEST
 from ..config import RUNTIMES
+from ..progress import Progress
 from . import options
-from .pair import PairNames, load_bench_pair
 from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, note, terminable
+
+if TYPE_CHECKING:
+    from ..bench.measure import Plan
+    from ..bench.traffic import Traffic
 
 EPILOG = "Methods: " + "; ".join(f"{name}: {title}" for name, title in METHODS.items()) + "."
 # Options that mean nothing with --traffic, and those that mean nothing without it.
@@ -85,6 +84,12 @@ def bench(
     files = Files(json_file, markdown_file, png_file)
     files.check()
     check_unused(context, traffic)
+    import torch
+
+    from ..bench.measure import Plan
+    from ..bench.traffic import Traffic, fitting_length
+    from .pair import PairNames, load_bench_pair
+
     overrides = Overrides(
         max_draft_length, confidence_threshold, max_branches, runtime, "auto" if kernels is None else kernels
     )
@@ -141,6 +146,9 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
     Returns:
         The exit status: 130 or 143 if it was interrupted, 1 if a method failed, else 0.
     """
+    from ..bench.measure import Benchmark
+    from ..bench.report import build, markdown, print_report
+
     device = pair.target.device
     inputs = [(text.id, dict(pair.tokenizer(text.prompt, return_tensors="pt").to(device))) for text in texts]
     stopped: BaseException | None = None
@@ -168,6 +176,9 @@ def replay_and_show(
     Returns:
         The exit status: 130 or 143 if it was interrupted, 1 if a bar is missed and `settings` has `check`, else 0.
     """
+    from ..bench.traffic_report import build_traffic, print_traffic, traffic_markdown
+    from ..bench.traffic_run import TrafficBenchmark
+
     stopped: BaseException | None = None
     with tqdm(unit="call", leave=False, file=sys.stderr, disable=None) as bar:
         prompts = [text.prompt for text in texts]

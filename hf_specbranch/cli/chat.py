@@ -5,99 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, TextStreamer
-
-from ..mixin import specbranch
-from ..stats import SpecBranchStats
 from . import options
 from .printing import leaving_cleanly, note, stats_lines
 
+if TYPE_CHECKING:
+    from .conversation import Conversation
+
 COMMANDS = "/stats: statistics of the last answer; /reset: start a new conversation; /quit: leave"
-
-
-class Conversation:
-    """The turns of one chat.
-
-    The target's KV cache is kept between turns, so each turn reads only what is new. With a chat template the whole
-    conversation is tokenized again each time, and the cache is kept as far as the tokens agree. Without one, the
-    user's lines and the answers follow each other.
-
-    Args:
-        model: a SpecBranch model that remembers its draft.
-        tokenizer: its tokenizer, with or without a chat template.
-        arguments: further arguments of `generate()`.
-    """
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, arguments: dict[str, Any]) -> None:
-        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        self.reset()
-
-    def reset(self) -> None:
-        """Start a new conversation."""
-        self.messages: list[dict[str, str]] = []
-        self.text = torch.empty((1, 0), dtype=torch.long, device=self.model.device)  # [1, L] all turns so far
-        self.cache = DynamicCache(config=self.model.config)
-        self.read = self.text  # [1, M] the tokens in the cache
-        self.kept = 0  # how many of them the last turn reused
-        self.stats: list[SpecBranchStats] = []
-
-    def answer(self, line: str, streamer: Any = None) -> str:
-        """Answer a line of the user. If this is interrupted, the conversation stays as it was."""
-        messages = [*self.messages, {"role": "user", "content": line}]
-        ids = self._ids(messages)
-        kept = self._keep(ids)
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache,
-            streamer=streamer,
-            return_dict_in_generate=True,
-            **self.arguments,
-        )
-        answer: str = self.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self.text, self.kept = out.sequences, kept
-        self.read = out.sequences[:, : self.cache.get_seq_length()]
-        self.stats.append(out.stats)
-        return answer
-
-    def _ids(self, messages: list[dict[str, str]]) -> Tensor:
-        """Return the tokens [1, L] of the conversation up to the next answer."""
-        if self.tokenizer.chat_template is not None:
-            written = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            return self._here(written["input_ids"])
-        first = self.text.shape[1] == 0
-        line = messages[-1]["content"] if first else "\n" + messages[-1]["content"]
-        new = self._here(self.tokenizer(line, return_tensors="pt", add_special_tokens=first)["input_ids"])
-        ended = not first and int(self.text[0, -1]) in self._ends()
-        return torch.cat([self.text[:, :-1] if ended else self.text, new], dim=1)
-
-    def _keep(self, ids: Tensor) -> int:
-        """Crop the cache to the prefix that it shares with `ids` [1, L], and return the length of that prefix."""
-        length = self.read.shape[1]
-        shared = min(length, ids.shape[1] - 1)
-        differs = (self.read[0, :shared] != ids[0, :shared]).nonzero()
-        kept = int(differs[0, 0]) if len(differs) else shared
-        if kept < length:
-            try:
-                self.cache.crop(kept - length)  # negative: how many to remove
-            except RuntimeError:  # a sliding window has dropped what would be needed
-                self.cache, kept = DynamicCache(config=self.model.config), 0
-        self.read = self.read[:, :kept]
-        return kept
-
-    def _ends(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        return [] if ends is None else ends if isinstance(ends, list) else [ends]
-
-    def _here(self, ids: Tensor) -> Tensor:
-        return ids.to(self.model.device)
 
 
 @options.with_generation_options()
@@ -109,12 +25,18 @@ def chat(
 
     Example: hf-specbranch chat --target org/large-chat --draft org/small-chat --temperature 0.7
     """
-    arguments = given.sampling() | {
-        "specbranch": given.settings(),
+    sampling, settings = given.sampling(), given.settings()
+    arguments = sampling | {
+        "specbranch": settings,
         "length_head": given.head(),
         "max_new_tokens": given.max_new_tokens,
     }
     with leaving_cleanly():
+        import torch
+
+        from ..mixin import specbranch
+        from .conversation import Conversation
+
         target, draft, tokenizer = given.open_pair()
         torch.manual_seed(given.seed)
         conversation = Conversation(specbranch(target, draft=draft), tokenizer, arguments)
@@ -160,6 +82,8 @@ def _command(line: str, conversation: Conversation) -> None:
 
 
 def _answer(line: str, conversation: Conversation, as_json: bool) -> None:
+    from transformers import TextStreamer
+
     streamer = None if as_json else TextStreamer(conversation.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         answer = conversation.answer(line, streamer)

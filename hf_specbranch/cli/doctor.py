@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from ..bench.prompts import python_prompts, read_prompts
-from ..doctor import Report, examination_generations, examine
-from ..planning.simulate import save_agreements
+from ..checks import Check, versions
 from . import options
+from .names import check_names
 from .printing import Console, leaving_cleanly
+from .progress import showing_progress
+
+if TYPE_CHECKING:
+    from ..doctor import Report
 
 UNUSABLE, SLOWER = 1, 3
 
@@ -47,39 +49,53 @@ def doctor(
     with leaving_cleanly():
         options.check_file("--recording", recording)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
-        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        with tqdm(
-            total=examination_generations(len(texts), repeat), unit="run", leave=False, disable=as_json or None
-        ) as bar:
-            report = examine(
+        check_names(target, draft)
+        console = Console(highlight=False)
+        checks = [versions()]
+        if not as_json:
+            _show_check(checks[0], console)
+        with showing_progress(quiet=as_json) as progress:
+            progress.doing("importing torch and transformers")
+            from ..doctor import examination_generations, measure_pair
+            from ..pair_checks import check_everything
+            from ..planning.simulate import save_agreements
+
+            progress.doing("loading the models")
+            large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
+        for check in check_everything(large, small, tokenizer, _tokenizer(small.name_or_path)):
+            checks.append(check)
+            if not as_json:
+                _show_check(check, console)
+        with showing_progress(examination_generations(len(texts), repeat), quiet=as_json) as progress:
+            report = measure_pair(
+                checks,
                 large,
                 small,
                 tokenizer,
-                _tokenizer(small.name_or_path),
                 texts,
                 max_new_tokens,
                 max_draft_length,
                 max_branches,
-                repeats=repeat,
-                runtime=runtime or "auto",
-                tick=bar.update,
+                repeat,
+                runtime or "auto",
+                progress,
             )
         if recording is not None:
             save_agreements(report.recording, recording)
         if as_json:
             print(json.dumps(report.to_dict()))
         else:
-            show(report)
+            for check in report.checks[len(checks) :]:
+                _show_check(check, console)
+            show(report, console)
     if not report.usable:
         raise typer.Exit(UNUSABLE)
     if report.recommended is None:
         raise typer.Exit(SLOWER)
 
 
-def show(report: Report) -> None:
-    """Print a report at any terminal width."""
-    console = Console(highlight=False)
-    console.print(_grid([(check.state, check.name, check.found) for check in report.checks]))
+def show(report: Report, console: Console) -> None:
+    """Print what was measured and what follows from it, at any terminal width."""
     if report.policies:
         agree, costs = report.agreement, report.costs
         console.print(
@@ -109,11 +125,13 @@ def show(report: Report) -> None:
 _SHOWN = ("policy", "max_draft_length", "confidence_threshold", "max_branches", "overlap")
 
 
-def _grid(rows: list[tuple[str, ...]]) -> Table:
+def _show_check(check: Check, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    return table
+    table.add_column(width=len("FAIL"))
+    table.add_column(width=len("vocabulary"))
+    table.add_row(check.state, check.name, check.found)
+    console.print(table)
+    console.file.flush()
 
 
 def _policies(report: Report) -> Table:
@@ -130,6 +148,8 @@ def _policies(report: Report) -> Table:
 
 
 def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):  # a draft may come without one

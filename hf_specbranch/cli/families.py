@@ -6,12 +6,8 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
-import transformers
 import typer
 
-from ..families.check import ERROR, NEAR_TIE, WRONG
-from ..families.sweep import markdown, sweep
 from . import options
 from .printing import leaving_cleanly
 
@@ -28,6 +24,12 @@ def families(
     Example: hf-specbranch families llama gemma3_text qwen2_vl
     """
     with leaving_cleanly():
+        import torch
+        import transformers
+
+        from ..families.check import ERROR, NEAR_TIE, WRONG
+        from ..families.sweep import markdown, sweep
+
         options.check_file("--markdown", output)
         torch.set_num_threads(threads or torch.get_num_threads())
         transformers.logging.set_verbosity_error()

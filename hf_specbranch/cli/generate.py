@@ -6,11 +6,8 @@ import json
 import sys
 from typing import Annotated
 
-import torch
 import typer
-from transformers import TextStreamer
 
-from ..mixin import specbranch
 from . import options
 from .printing import leaving_cleanly, note, stats_lines
 
@@ -30,7 +27,13 @@ def generate(
     """
     with leaving_cleanly():
         text = prompt_from(prompt)
-        settings, sampling, length_head = given.settings(), given.sampling(), given.head()
+        settings, sampling = given.settings(), given.sampling()
+        import torch
+        from transformers import TextStreamer
+
+        from ..mixin import specbranch
+
+        length_head = given.head()
         target, draft, tokenizer = given.open_pair()
         model = specbranch(target, draft=draft)
         inputs = tokenizer(text, return_tensors="pt").to(target.device)

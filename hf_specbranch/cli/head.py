@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..bench.plots import save_rollback
 from ..bench.prompts import python_prompts, read_prompts
-from ..heads import LengthHead
-from ..heads.collect import collect as run_collect
 from ..heads.config import FEATURES, ModelIdentity
-from ..heads.dataset import CollectSettings, Manifest, read_texts
-from ..heads.evaluate import EvalSettings, eval_table, evaluate
-from ..heads.hub import search as search_hub
-from ..heads.metrics import check_pictures, save_pictures
-from ..heads.network import Reading
-from ..heads.train import TrainSettings
-from ..heads.train import train as run_train
+from ..heads.train_settings import TrainSettings
 from . import options
-from .pair import load_pair
 from .printing import leaving_cleanly
+
+if TYPE_CHECKING:
+    from ..heads.network import Reading
 
 app = typer.Typer(
     help="Length heads: collect, train, eval, push, search.\n\nExample: hf-specbranch head eval --head head",
@@ -59,6 +53,10 @@ def collect(
     Example: hf-specbranch head collect --draft weak --prompts humaneval.jsonl --out drafts
     """
     texts = read_prompts(prompts)
+    from ..heads.collect import collect as run_collect
+    from ..heads.dataset import CollectSettings
+    from .pair import load_pair
+
     settings = CollectSettings(
         gamma=max_draft_length,
         confidence_threshold=confidence_threshold,
@@ -122,6 +120,9 @@ def train(
         aim=aim,
         seed=seed,
     )
+    from ..heads.metrics import check_pictures, save_pictures
+    from ..heads.train import train as run_train
+
     if pictures:
         check_pictures()
     _set_threads(threads)
@@ -167,6 +168,10 @@ def evaluate_head(
     options.check_picture(png)
     if into_card and head == "embedded":
         raise ValueError("--into-card with --head embedded: the head of the package is not changed")
+    from ..heads import LengthHead
+    from ..heads.evaluate import EvalSettings, eval_table, evaluate
+    from .pair import load_pair
+
     loaded = LengthHead.from_pretrained(head) if head != "embedded" else options.head_from(head, target, draft, device)
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
@@ -195,6 +200,8 @@ def push(
 
     Example: hf-specbranch head push --head head --repo me/my-head
     """
+    from ..heads import LengthHead
+
     print(LengthHead.from_pretrained(head).push_to_hub(repo, private=private, revision=revision))
 
 
@@ -209,6 +216,8 @@ def search(
 
     Example: hf-specbranch head search --target org/large --draft org/small
     """
+    from ..heads.hub import search as search_hub
+
     found = search_hub(target, draft)
     if as_json:
         print(json.dumps([head.__dict__ for head in found]))
@@ -222,6 +231,9 @@ def search(
 
 def _read(texts: Path, new_tokens: int, target: str | None, data: Path, seed: int, device: str, dtype: str) -> Reading:
     """Let the target that the drafts were recorded with continue these texts."""
+    from ..heads.dataset import Manifest, read_texts
+    from .pair import load_pair
+
     beginnings, manifest = [prompt.prompt for prompt in read_prompts(texts)], Manifest.read(data)
     model, _, tokenizer = load_pair(target, target, device, dtype)  # the draft is not needed
     if differing := manifest.target.different_shape(ModelIdentity.of(model), "target"):

@@ -1,4 +1,7 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and what they mean.
+
+Modules of commands import torch and transformers in their functions, so that `--help` need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 import typer.core
-from transformers import PreTrainedModel
 
 from ..bench.plots import check_plots
 from ..config import POLICIES, RUNTIMES, SpecBranchConfig
-from ..demo_pair import load_demo_pair
-from .pair import EMBEDDED, load_pair
+from .names import EMBEDDED, check_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The settings have the names of `SpecBranchConfig`.
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
@@ -201,6 +204,8 @@ def check_picture(path: Path | None) -> None:
 
 def place(device: str, dtype: str) -> tuple[str, str]:
     """Return device and dtype with "auto" resolved; refuse a device that does not exist."""
+    import torch
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -216,6 +221,11 @@ def open_pair(
     target: str | None, draft: str | None, device: str, dtype: str, threads: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
     """Load target, draft and tokenizer."""
+    check_names(target, draft)
+    import torch
+
+    from .pair import load_pair
+
     if threads:
         torch.set_num_threads(threads)
     device, dtype = place(device, dtype)
@@ -230,5 +240,7 @@ def head_from(name: str | None, target: str | None, draft: str | None, device: s
         raise ValueError(
             f"length head embedded with --target {target}: it was trained for the embedded pair, name another"
         )
+    from ..demo_pair import load_demo_pair
+
     kind = draft if draft in EMBEDDED else "good"
     return load_demo_pair(kind, device=place(device, "auto")[0], head=True)[3]  # type: ignore[call-overload]

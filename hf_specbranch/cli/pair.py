@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -18,8 +17,7 @@ from ..bench.methods import Pair
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
 from ..mixin import specbranch
-
-EMBEDDED = ("good", "weak")
+from .names import EMBEDDED, check_names
 
 
 def load_pair(
@@ -31,17 +29,12 @@ def load_pair(
         ValueError: only one of two names was given, the dtype is unknown, or a model is not a causal one.
         OSError: there is no such folder or repository.
     """
+    check_names(target, draft)
     kind = dtype_of(dtype)
     logging.disable_progress_bar()  # one bar per model would be most of what is seen
     if target is None:
-        if draft is not None and draft not in EMBEDDED:
-            raise ValueError(f"--draft {draft} without --target: name both, or leave both out for the embedded pair")
-        embedded = cast(Literal["good", "weak"], draft or "good")
-        return load_demo_pair(embedded, dtype=kind, device=device)
-    if draft is None:
-        raise ValueError(f"--target {target} without --draft: name both, or leave both out for the embedded pair")
-    check_folder("--target", target)
-    check_folder("--draft", draft)
+        return load_demo_pair(cast(Literal["good", "weak"], draft or "good"), dtype=kind, device=device)
+    assert draft is not None
     with naming_option("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
         large = AutoModelForCausalLM.from_pretrained(target, dtype=kind, revision=revision)
@@ -56,12 +49,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r}: expected float32, bfloat16 or float16")
     return dtype
-
-
-def check_folder(option: str, name: str) -> None:
-    """Refuse what looks like a path but does not exist; anything else may be a repository."""
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"{option} {name}: no such folder")
 
 
 @contextmanager

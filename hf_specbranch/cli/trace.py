@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from ..config import POLICIES
-from ..decoding.assembly import is_cheap
-from ..mixin import specbranch
-from ..planning.simulate import record_agreement, save_agreements
-from ..timeline import Recording, chrome_trace, record, timeline_page
-from ..timeline.record import as_if_captured
 from . import options
 from .generate import prompt_from
 from .printing import leaving_cleanly, stats_lines
+
+if TYPE_CHECKING:
+    from ..timeline import Recording
 
 WARM_UP_TOKENS = 16
 AGREEMENT = "agreement.json"
@@ -47,6 +44,14 @@ def trace(
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"--out {out}: a file of that name is there; name a folder")
         sampling = given.sampling()
+        import torch
+
+        from ..decoding.assembly import is_cheap
+        from ..mixin import specbranch
+        from ..planning.simulate import record_agreement, save_agreements
+        from ..timeline import record
+        from ..timeline.record import as_if_captured
+
         settings = replace(settings, length_head=given.head() or settings.length_head)
         target, draft, tokenizer = given.open_pair()
         model = specbranch(target, draft=draft)
@@ -77,6 +82,8 @@ def trace(
 
 def save(recordings: list[Recording], folder: Path) -> tuple[Path, Path]:
     """Write trace.json and timeline.html into the folder."""
+    from ..timeline import chrome_trace, timeline_page
+
     folder.mkdir(parents=True, exist_ok=True)
     trace_file, page_file = folder / "trace.json", folder / "timeline.html"
     trace_file.write_text(json.dumps(chrome_trace(recordings)), encoding="utf-8")

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.table import Table
-from tqdm import tqdm
 
 from ..bench.plots import save_by_length
 from ..bench.prompts import python_prompts, read_prompts
-from ..mixin import specbranch
-from ..planning.tune import POLICIES, Tuning, tuning_generations
-from ..planning.tune import tune as run_tune
+from ..config import POLICIES
 from . import options
+from .names import check_names
 from .printing import Console, leaving_cleanly
+from .progress import showing_progress
+
+if TYPE_CHECKING:
+    from ..planning.tune import Tuning
+
+TUNED = tuple(policy for policy in POLICIES if policy not in ("auto", "autoregressive"))  # these have numbers to search
 
 
 def tune(
@@ -48,18 +51,28 @@ def tune(
     Then: hf-specbranch generate "def add(a, b):" --config tuned.json
     """
     with leaving_cleanly():
-        if policy is not None and policy not in POLICIES:
-            raise ValueError(f"--policy {policy}: expected one of {', '.join(POLICIES)}")
+        if policy is not None and policy not in TUNED:
+            raise ValueError(f"--policy {policy}: expected one of {', '.join(TUNED)}")
         options.check_file("--out", out)
         options.check_picture(png)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())]
         drawn = random.Random(seed).sample(texts, min(num_prompts, len(texts)))
-        torch.manual_seed(seed)
-        large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
+        check_names(target, draft)
+        with showing_progress(quiet=as_json) as progress:
+            progress.doing("importing torch and transformers")
+            import torch
+
+            from ..mixin import specbranch
+            from ..planning.tune import tune as run_tune
+            from ..planning.tune import tuning_generations
+
+            progress.doing("loading the models")
+            torch.manual_seed(seed)
+            large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
         inputs = [dict(tokenizer(text, return_tensors="pt").to(large.device)) for text in drawn]
-        policies = [policy] if policy is not None else POLICIES
+        policies = [policy] if policy is not None else TUNED
         total = tuning_generations(len(drawn), finalists, repeat, len(policies))
-        with tqdm(total=total, unit="run", leave=False, disable=as_json or None) as bar:
+        with showing_progress(total, quiet=as_json) as progress:
             tuning = run_tune(
                 specbranch(large),
                 small,
@@ -68,8 +81,8 @@ def tune(
                 policies,
                 finalists,
                 repeat,
-                runtime=runtime or "auto",
-                tick=bar.update,
+                runtime or "auto",
+                progress,
             )
         tuning.best.to_json_file(out)
         if png is not None:

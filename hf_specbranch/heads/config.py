@@ -7,12 +7,13 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from .cache import LeastRecentlyUsed
 from .validation import HeadError, check_list, check_number, check_text, check_training, check_whole, refuse, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMAT_VERSION = 1
 FEATURES = ("hidden", "committed", "drafted", "confidence", "probability", "entropy", "kind")

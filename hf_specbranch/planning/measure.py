@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
+from ..progress import Progress
 from ..stats import SpecBranchStats
 from .agreement import Agreement
 from .costs import StepCosts
@@ -27,7 +28,7 @@ from .replay import Round, effective_config, replay
 from .simulate import predict
 
 Inputs = dict[str, Tensor]
-PLAIN = "plain generate()", "its first token"
+PLAIN = "plain generate()", "the first token of plain generate()"
 HIDDEN_STEPS = 20  # the hidden fraction is searched in steps of 1/20
 ITERATIONS = 4  # of the fit at a given hidden fraction
 
@@ -100,7 +101,7 @@ def measure_costs(
     max_branches: int = 4,
     runtime: str = "auto",
     repeats: int = 2,
-    tick: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
 ) -> Measurement:
     """Generate each recorded text again with all `measured_settings`, and fit the step costs to the times.
 
@@ -113,16 +114,18 @@ def measure_costs(
         max_branches: k_max of the settings.
         runtime: as in `SpecBranchConfig`.
         repeats: how often each is timed; the fastest run counts.
-        tick: called after every generation.
+        progress: receives what is timed; advances after every generation.
     """
+    progress = progress or Progress()
     settings = measured_settings(max_draft_length, max_branches, runtime)
     times: dict[str, list[float]] = {name: [] for name in settings}
     plain_seconds, captured = 0.0, False
-    for inputs, agreement in zip(prompts, agreements):
+    for number, (inputs, agreement) in enumerate(zip(prompts, agreements), start=1):
         new_tokens = len(agreement.rank)
         best = dict.fromkeys((*settings, *PLAIN), float("inf"))
         for turn in range(repeats + 1):  # the first is a warm-up; in turns, so that a busy moment hits all alike
             for name in best:
+                progress.doing(f"timing {name} on text {number} of {len(prompts)}")
                 seconds = (
                     decode_seconds(model, draft, inputs, settings[name], new_tokens)
                     if name in settings
@@ -130,7 +133,7 @@ def measure_costs(
                 )
                 captured = was_captured(model.specbranch_stats) if name in settings else captured
                 best[name] = min(best[name], seconds) if turn else best[name]
-                tick()
+                progress.advance()
         plain_seconds += best[PLAIN[0]] - best[PLAIN[1]]
         for name in settings:
             times[name].append(best[name])
@@ -153,7 +156,7 @@ def was_captured(stats: SpecBranchStats) -> bool:
 
 
 def generations(prompts: int, repeats: int = 2) -> int:
-    """Return how often `measure_costs` calls `tick`."""
+    """Return how often `measure_costs` advances its progress."""
     return prompts * (repeats + 1) * (len(measured_settings(1, 1)) + len(PLAIN))
 
 

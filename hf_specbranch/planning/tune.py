@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
+from ..progress import Progress
+from ..request import check_model, check_pair
 from .agreement import Agreement, record_agreement
 from .chooser import MIN_HIDDEN
 from .costs import StepCosts
@@ -119,7 +121,7 @@ def tune(
     finalists: int = 6,
     repeats: int = 2,
     runtime: str = "auto",
-    tick: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
 ) -> Tuning:
     """Search gamma, epsilon and the number of branches with greedy decoding on these prompts.
 
@@ -132,7 +134,7 @@ def tune(
         finalists: how many settings to measure, in addition to the defaults.
         repeats: how often each is run per prompt.
         runtime: as in `SpecBranchConfig`.
-        tick: called after every generation, at most `tuning_generations` times.
+        progress: receives what is measured; advances after every generation, at most `tuning_generations` times.
 
     Example:
         >>> from hf_specbranch import load_demo_pair, specbranch
@@ -142,10 +144,14 @@ def tune(
         >>> tuning = tune(specbranch(target), draft, prompts, max_new_tokens=12, finalists=1, repeats=1)
         >>> tuning.best.to_json_file("tuned.json")  # doctest: +SKIP
     """
-    prompts, agreements = record_all(model, draft, prompts, max_new_tokens, tick)
+    progress = progress or Progress()
+    check_model(model, "target")
+    check_model(draft, "draft")
+    check_pair(model, draft, None, None)
+    prompts, agreements = record_all(model, draft, prompts, max_new_tokens, progress)
     if not agreements:
         raise ValueError("the target ends every text after one token: give other prompts")
-    measurement = measure_costs(model, draft, prompts, agreements, runtime=runtime, repeats=1, tick=tick)
+    measurement = measure_costs(model, draft, prompts, agreements, runtime=runtime, repeats=1, progress=progress)
     costs, captured, cheap = measurement.costs, measurement.captured, is_cheap(model, draft)
     ranked = rank(agreements, costs, policies, runtime, captured, cheap)
     chosen = {each.config: each.prediction.tokens_per_second for each in _finalists(ranked, finalists)}
@@ -157,17 +163,20 @@ def tune(
     speeds: dict[SpecBranchConfig, list[float]] = {config: [] for config in (*chosen, auto)}
     plain = []
     for turn in range(repeats + 1):  # the first is a warm-up
+        where = f"run {turn} of {repeats}" if turn else "warm-up"
         for inputs, agreement in zip(prompts, agreements):
             count = len(agreement.rank)
             for config in speeds:
+                progress.doing(f"measuring {_in_words(config)}, {where}")
                 seconds = decode_seconds(model, draft, inputs, config, count)
                 if turn:
                     speeds[config].append((count - 1) / seconds)
-                tick()
+                progress.advance()
+            progress.doing(f"measuring plain generate(), {where}")
             seconds = plain_run_seconds(model, inputs, count) - plain_run_seconds(model, inputs, 1)
             if turn:
                 plain.append((count - 1) / seconds)
-            tick()
+            progress.advance()
     trials = [Trial(config, chosen[config], median(speeds[config])) for config in chosen]
     trials.sort(key=lambda trial: -trial.measured)
     return Tuning(trials, median(plain), median(speeds[auto]), measurement, ranked)
@@ -178,20 +187,27 @@ def record_all(
     draft: PreTrainedModel,
     prompts: Sequence[Inputs],
     max_new_tokens: int,
-    tick: Callable[[], None],
+    progress: Progress,
 ) -> tuple[list[Inputs], list[Agreement]]:
     """Return the prompts whose texts have more than one token, and a recording of each."""
     agreements = []
-    for inputs in prompts:
+    for number, inputs in enumerate(prompts, start=1):
+        progress.doing(f"recording text {number} of {len(prompts)}")
         agreements.append(record_agreement(model, draft, inputs, max_new_tokens, candidates=max(BRANCHES) + 1))
-        tick()
+        progress.advance()
     useful = [index for index, agreement in enumerate(agreements) if len(agreement.rank) > 1]
     return [prompts[index] for index in useful], [agreements[index] for index in useful]
 
 
 def tuning_generations(prompts: int, finalists: int, repeats: int, policies: int) -> int:
-    """Return the most often that `tune` calls `tick`."""
+    """Return the most often that `tune` advances its progress."""
     return prompts + generations(prompts, repeats=1) + prompts * (repeats + 1) * (finalists + policies + 2)
+
+
+def _in_words(config: SpecBranchConfig) -> str:
+    if config.policy == "auto":
+        return "auto"
+    return f"{config.policy}: gamma {config.draft_length}, epsilon {config.threshold()}, k {config.max_branches}"
 
 
 def _finalists(ranked: Sequence[Ranked], count: int) -> list[Ranked]:
