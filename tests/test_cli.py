@@ -175,6 +175,23 @@ def test_ctrl_c_ends_with_130(capsys, monkeypatch):
     assert code == 130 and errors.strip() == "interrupted"
 
 
+# ---- warmup
+
+
+@pytest.mark.skipif(not hasattr(hf_specbranch.SpecBranchMixin, "warm_up_specbranch"), reason="not yet there")
+def test_warmup_prepares_and_reports():
+    said = run("warmup", "--batch-sizes", "1,2", "--max-length", 64, "--device", "cpu", "--json")
+    answer = json.loads(said.stdout)
+    assert set(answer) == {"seconds", "graphs_captured", "memory_bytes"} and answer["seconds"] > 0
+    assert answer["graphs_captured"] == 0  # there are none on a CPU
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "1,,2", "1,two"])
+def test_warmup_refuses_batch_sizes(sizes, capsys, monkeypatch):
+    code, errors = run_main(capsys, monkeypatch, "warmup", "--batch-sizes", sizes)
+    assert code == 1 and errors.startswith(f"error: --batch-sizes {sizes}: expected whole numbers above 0")
+
+
 # ---- chat
 
 

@@ -39,7 +39,7 @@ def python(code, *arguments):
 
 
 def test_help_is_quick():
-    commands = [["generate"], ["chat"], ["doctor"], ["tune"], ["trace"], ["families"], ["bench"], ["head"]]
+    commands = [["generate"], ["chat"], ["doctor"], ["tune"], ["warmup"], ["trace"], ["families"], ["bench"], ["head"]]
     inner = [["head", name] for name in ("collect", "train", "eval", "push", "search")]
     found = json.loads(python(HELP, json.dumps([*commands, *inner])))
     assert not found["heavy"] and set(found["codes"]) == {0}

@@ -18,13 +18,14 @@ from .head import app as head_app
 from .options import Command
 from .trace import trace
 from .tune import tune
+from .warmup import warmup
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, doctor, tune, trace, families):
+for command in (generate, chat, doctor, tune, warmup, trace, families):
     app.command(cls=Command)(command)
 app.add_typer(head_app, name="head")
 app.command(cls=Command, epilog=BENCH_EPILOG)(bench)
