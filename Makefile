@@ -7,6 +7,9 @@ COMPAT ?= .venv-compat
 BIN := $(VENV)/bin
 # Test processes at a time; each uses one thread.
 JOBS ?= 2
+# A file stays in one process, so that its fixtures run once. Files start in order: by default those with the fewest tests
+# come last, and some of these take the longest.
+SHARED := --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all environments lint docs clean
 
@@ -14,12 +17,12 @@ demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and specula
 	$(BIN)/python examples/demo.py
 
 test: environments lint  ## lint, types, the suite on the newest transformers, a subset on the oldest
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow"
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "compat and not slow"
+	$(BIN)/python -m pytest -n $(JOBS) $(SHARED) -m "not slow"
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m "compat and not slow"
 
 test-all: environments lint  ## the same, with the long tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadfile -m compat
+	$(BIN)/python -m pytest -n $(JOBS) $(SHARED)
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m compat
 
 environments:  ## both at the same time
 	$(MAKE) --no-print-directory -j 2 $(VENV)/.ready $(COMPAT)/.ready

@@ -13,7 +13,6 @@ import hf_specbranch.demo_pair
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import python_prompts
 
-pytestmark = pytest.mark.compat
 HOME = Path(hf_specbranch.demo_pair.__file__).parent
 NAMES = ("target", "draft", "weak")
 
@@ -32,6 +31,7 @@ def agreement(draft_name: Literal["good", "weak"], prompts: int, new_tokens: int
     return float((guesses[:, start - 1 : -1] == ids[:, start:])[written].float().mean())
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", NAMES)
 def test_each_folder_loads_with_the_auto_classes_from_disk_alone(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(HOME / name, local_files_only=True)
@@ -60,6 +60,7 @@ def test_the_files_stay_small() -> None:
     assert (HOME / "weak" / "model.safetensors").stat().st_size <= 1e6
 
 
+@pytest.mark.compat
 def test_models_load_in_the_asked_dtype_and_in_eval_mode() -> None:
     target, draft, _ = load_demo_pair(dtype=torch.bfloat16)
     assert target.dtype == draft.dtype == torch.bfloat16
@@ -72,12 +73,14 @@ def test_an_unknown_draft_is_refused() -> None:
         load_demo_pair("strong")  # type: ignore[arg-type]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x\r\n", "  héllo \U0001f600 <b>\n\n\n", "a  b   c    d\x00"])
 def test_the_tokenizer_gives_back_any_text_unchanged(text: str) -> None:
     _, _, tokenizer = load_demo_pair()
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+@pytest.mark.compat
 def test_a_prompt_that_ends_in_a_newline_is_cut_as_the_whole_text_is() -> None:
     _, _, tokenizer = load_demo_pair()
     head, tail = "def f(x):\n", "    return x + 1\n\n\nclass A:\n"
@@ -85,6 +88,7 @@ def test_a_prompt_that_ends_in_a_newline_is_cut_as_the_whole_text_is() -> None:
     assert ids == tokenizer(head + tail)["input_ids"]
 
 
+@pytest.mark.compat
 def test_padded_batches_give_the_output_of_single_prompts() -> None:
     target, _, tokenizer = load_demo_pair()
     prompts = ["def add(a, b):\n", "class Point:\n    def __init__(self, x, y):\n"]

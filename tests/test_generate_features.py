@@ -56,8 +56,7 @@ PROCESSING = {
 }
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.compat)])
 @pytest.mark.parametrize("name", PROCESSING)
 def test_processing_gives_the_tokens_of_plain_generate(name, rows, target, model, draft):
     expected, got = both(target, model, draft, prompt(rows), **PROCESSING[name])
@@ -84,8 +83,7 @@ class Witness(LogitsProcessor):
         return scores
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.compat)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stateful_processor_sees_plain_prefixes(policy, rows, target, model, draft):
     ours, plain = Witness(), Witness()
@@ -167,9 +165,8 @@ class AfterTokens(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] - self.start >= limit for limit in self.limits])
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("limits", [(1,), (2,), (9,), (13,), (3, 9), (9, 3, 17)])
-@pytest.mark.parametrize("eos", [EOS, None])
+@pytest.mark.parametrize("eos", [pytest.param(EOS, marks=pytest.mark.compat), None])
 def test_a_users_criterion_fires_at_exactly_its_token(limits, eos, target, model, draft):
     inputs, ours, plain = prompt(len(limits)), AfterTokens(7, *limits), AfterTokens(7, *limits)
     kwargs = {**inputs, "max_new_tokens": 30, "do_sample": False, "eos_token_id": eos, "pad_token_id": PAD}
@@ -179,9 +176,8 @@ def test_a_users_criterion_fires_at_exactly_its_token(limits, eos, target, model
     assert ours.calls == plain.calls
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("eos", [EOS, None])
+@pytest.mark.parametrize("eos", [pytest.param(EOS, marks=pytest.mark.compat), None])
 def test_stop_strings_end_where_plain_generate_ends(rows, eos, target, model, draft):
     tokenizer = letter_tokenizer(VOCABULARY)
     plain = target.generate(**prompt(), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=PAD)

@@ -17,6 +17,12 @@ KINDS = {
     "confidence alone": {"features": ("confidence", "kind"), "match_size": 0},
     "drafted tokens alone": {"features": ("drafted", "probability"), "match_size": 0},
 }
+SAMPLED_KINDS = (
+    "as shipped",
+    "drafted tokens alone",
+    pytest.param("as in the paper", marks=pytest.mark.slow),
+    pytest.param("confidence alone", marks=pytest.mark.slow),
+)
 
 
 def settings_with(head, drafting="sample"):
@@ -41,13 +47,13 @@ def test_greedy_output_stays_the_targets(kind, target, draft):
 
 
 @pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
 def test_sampled_output_stays_the_targets(kind, drafting):
     settings = settings_with(balanced_head(kind), drafting)
     assert p_value(draw(settings, samples=10_000), exact_distribution(sampling_pair()[0])) > SMALLEST_P
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
 def test_balanced_heads_hold_some_drafts_back(kind):
     watched = Observed(balanced_head(kind), sampling_pair()[0])
     draw(settings_with(watched), samples=1000)
@@ -74,10 +80,10 @@ def test_discarding_held_back_tokens_is_noticed(monkeypatch):
 @pytest.mark.parametrize("name", ["good", "weak"])
 def test_the_shipped_heads_leave_greedy_output_alone(name):
     target, draft, tokenizer, head = load_demo_pair(name, head=True)
-    batch = tokenizer([p.prompt for p in python_prompts()[:4]], return_tensors="pt", padding=True)
-    plain = target.generate(**batch, do_sample=False, max_new_tokens=48)
+    batch = tokenizer([p.prompt for p in python_prompts()[:2]], return_tensors="pt", padding=True)
+    plain = target.generate(**batch, do_sample=False, max_new_tokens=24)
     model = specbranch(target, draft=draft, head=head)
-    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=48), plain)
+    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=24), plain)
     assert_counts_add_up(model.specbranch_stats)
 
 

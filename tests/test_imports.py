@@ -1,6 +1,7 @@
 """The architecture: modules import each other in one direction, and one call enters few of them."""
 
 import ast
+import os
 import sys
 import threading
 from pathlib import Path
@@ -106,13 +107,13 @@ class FilesEntered:
     """The files of ours that are entered while it is active, over the whole time and round by round."""
 
     def __init__(self):
-        self.all, self.rounds = set(), []
+        self.all, self.rounds, self.ours = set(), [], str(ROOT) + os.sep
 
     def __call__(self, frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if event != "call" or ROOT not in path.parents:
+        path = frame.f_code.co_filename
+        if event != "call" or not path.startswith(self.ours):
             return
-        name = str(path.relative_to(ROOT))
+        name = path.removeprefix(self.ours)
         if frame.f_code.co_name == "propose":
             self.rounds.append(set())
         self.all.add(name)

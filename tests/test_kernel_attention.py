@@ -158,7 +158,7 @@ def test_attention_by_name():
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), generated)
 
 
-@pytest.mark.parametrize("change", ["nothing", "compiled"])
+@pytest.mark.parametrize("change", ["nothing", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_attention_by_name_can_be_trained(change):
     register()
     model, expected = make("llama").train(), make("llama").train()

@@ -67,7 +67,6 @@ def said_by_auto(caplog, model, draft, **kwargs):
     return [record.getMessage() for record in caplog.records if record.name == "hf_specbranch"]
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_head_is_refused_by_name(name, sound, tmp_path):
     folder, said = malformed(name, sound, tmp_path / "head")
@@ -86,7 +85,6 @@ def test_malformed_head_is_refused_before_any_work(name, sound, tmp_path, target
         model.generate(**prompt(), max_new_tokens=3, assistant_model=draft, length_head=str(folder))
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_auto_skips_malformed_heads(every, hub, fits, named_pair, tmp_path, caplog):
     names = list(PUBLISHED)[::every]

@@ -56,8 +56,9 @@ def run(model, inputs, with_criterion=False, **kwargs):
     return out, log
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "rows", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.compat)]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("with_criterion", [False, True])
 def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target, model, draft):

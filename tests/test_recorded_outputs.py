@@ -51,9 +51,8 @@ def compare(target, rows, policy="specbranch", seeds=2, prepare=lambda kwargs: k
     return ours
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.compat)])
 def test_rows_go_on_with_padding_after_their_end(rows, policy):
     compare(llama(seed=0, attn_implementation="eager"), rows, policy, eos_token_id=ENDS, repetition_penalty=1.2)
 

@@ -40,7 +40,7 @@ COUNTS = (
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, monkeypatch):
     model = attached(target)
-    kwargs = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
+    kwargs = {**prompt(rows), "max_new_tokens": 24, "do_sample": False}
     for gamma, epsilon, rejection_branches, tree_leaves in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
         settings = config(
             policy, gamma=gamma, epsilon=epsilon, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves
@@ -125,7 +125,7 @@ def test_tree_leaves_save_target_passes(rejection_branches, target, draft):
 
 def test_finished_rows_leave_the_others_unchanged(target, draft, monkeypatch):
     model = attached(target)
-    kwargs = {**prompt(4), "max_new_tokens": 60, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
+    kwargs = {**prompt(4), "max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
     (out, stats), (expected, _) = both(
         model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4, max_rejection_branches=6)
     )
@@ -145,7 +145,7 @@ def test_length_head_runs_inside_the_stage(monkeypatch):
     target, draft, tokenizer, head = load_demo_pair(draft="weak", head=True)
     model = attached(target)
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
-    kwargs = {**inputs, "max_new_tokens": 48, "do_sample": False, "length_head": head}
+    kwargs = {**inputs, "max_new_tokens": 24, "do_sample": False, "length_head": head}
     (out, stats), (expected, counts) = both(
         model, draft, monkeypatch, **kwargs, specbranch={"policy": "specbranch", "max_draft_length": 8}
     )
@@ -155,7 +155,9 @@ def test_length_head_runs_inside_the_stage(monkeypatch):
 
 
 @pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
-@pytest.mark.parametrize("policy", ["vanilla", pytest.param("pearl", marks=pytest.mark.slow), "specbranch"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "pearl")), "specbranch"]
+)
 def test_samples_follow_the_targets_distribution(policy, drafting):
     model, _ = sampling_pair()
     more = {"draft_sampling": drafting, "max_rejection_branches": 3, "tree_leaves": 3}

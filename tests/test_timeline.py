@@ -86,7 +86,6 @@ def test_blocks_hold_every_pass_and_every_drafted_token_once(recording):
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-@pytest.mark.compat
 def test_looking_on_changes_nothing(pair):
     model, tokenizer = pair
     inputs = tokenizer(PROMPT, return_tensors="pt")
