@@ -56,7 +56,7 @@ PROCESSING = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.compat)])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.compat)])
 @pytest.mark.parametrize("name", PROCESSING)
 def test_processing_gives_the_tokens_of_plain_generate(name, rows, target, model, draft):
     expected, got = both(target, model, draft, prompt(rows), **PROCESSING[name])
