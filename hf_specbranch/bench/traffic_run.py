@@ -25,8 +25,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..mixin import specbranch
+from ..progress import Progress
 from ..stats import SpecBranchStats
-from .measure import Progress
 from .methods import Pair
 from .results import Difference, difference
 from .timing import forget, peak_memory, wait
