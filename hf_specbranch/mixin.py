@@ -31,7 +31,7 @@ from .decoding.policies import POLICIES
 from .heads.model import resolve_head
 from .model_state import draft_model, transformers_model
 from .padding_check import check_padded_batches
-from .planning.online import forget
+from .planning.knowledge import forget
 from .request import (
     Attachment,
     FallBack,

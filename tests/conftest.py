@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from hf_specbranch.runtime.static_buffers import Buffers
 
 from .models import llama, noisy_copy
 
+os.environ["HF_SPECBRANCH_CACHE"] = "off"  # no test depends on what an earlier one has learned
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import pipeline
 
 from hf_specbranch import SpecBranchMixin, specbranch
-from hf_specbranch.planning.online import knowledge_of
+from hf_specbranch.planning.knowledge import knowledge_of
 
 from .models import VOCABULARY, config, llama, prompt
 from .tokens import letter_tokenizer

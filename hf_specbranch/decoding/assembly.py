@@ -13,9 +13,10 @@ from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..model_state import num_parameters
 from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
-from ..planning.chooser import MAX_HIDDEN, plans_within
-from ..planning.costs import predicted_costs
-from ..planning.online import Planner, knowledge_of
+from ..planning.chooser import plans_within
+from ..planning.knowledge import Situation, knowledge_of
+from ..planning.online import Planner
+from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner
 from ..runtime.kv_cache import past_length
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
@@ -132,18 +133,23 @@ class Assembly:
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
-        target, draft = self.runner, self.draft_runner
+        target, draft, rows = self.runner, self.draft_runner, self.call.rows
         assert draft is not None
-        predicted = predicted_costs(target.model, draft.model, self.static_shapes) if self.samples else None
+        known = knowledge_of(target.model, draft.model)
+        # A sampled text must not depend on what was counted before the models were changed.
+        sizes = known.sizes if known.sizes is not None and not self.samples else sizes_of(target.model, draft.model)
+        devices = 1 if target.device == draft.device else 2
+        threads = torch.get_num_threads() if target.device.type == "cpu" else 0
         return Planner(
             self.plans,
-            captured=self.static_shapes,
-            situation=(self.call.config, self.call.rows, target.runtime, self.static_shapes),
-            known=knowledge_of(target.model, draft.model),
-            predicted_costs=predicted,
+            self.call.config,
+            Situation(rows, target.runtime, self.static_shapes, threads),
+            known,
+            lambda context: predicted_costs(*sizes, self.static_shapes, rows, context, devices),
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
-            max_hidden=MAX_HIDDEN if target.device == draft.device else 1.0,
+            measures=not self.samples,
+            remaining=lambda: self.stopper.max_length - max(text.lengths),
         )
 
     def captures(self) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..planning.online import SegmentTimer
+from ..planning.timer import SegmentTimer
 from ..request import FallBack
+from ..runtime.busy import fewer_threads_if_busy
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
@@ -43,15 +44,16 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     began = time.perf_counter()
     call, random_state = replace(call, pause=pause_of(call)), call.random_state()
     stats = SpecBranchStats(policy=call.config.policy)
-    try:
-        output = _generate(call, stats, began)
-    except torch.OutOfMemoryError:
-        # Before the first token the call can begin again, without what earlier calls have left on the device.
-        if stats.new_tokens or not free_all(call.model.device):
-            raise
-        call.restore_random_state(random_state)
-        stats = SpecBranchStats(policy=call.config.policy)
-        output = _generate(call, stats, began)
+    with fewer_threads_if_busy(call.model.device if not call.generation_config.do_sample else None):
+        try:
+            output = _generate(call, stats, began)
+        except torch.OutOfMemoryError:
+            # Before the first token the call can begin again, without what earlier calls have left on the device.
+            if stats.new_tokens or not free_all(call.model.device):
+                raise
+            call.restore_random_state(random_state)
+            stats = SpecBranchStats(policy=call.config.policy)
+            output = _generate(call, stats, began)
     stats.total_seconds = time.perf_counter() - began
     return output, stats
 

@@ -5,11 +5,11 @@ number of rejection branches and of tree leaves, and whether the draft model run
 with `policy="auto"` is a sequence of *plan segments*: a number of rounds that follow one plan. Between two segments the
 plan may change; the text does not depend on it.
 
-The *planner knows* three things about a pair of models, kept in `online.Knowledge` from one generation to the next:
+The *planner knows* three things about a pair of models, kept in `Knowledge` from one generation to the next, and on disk
+from one process to the next:
 
-- **costs per situation**: how long the rounds of each measured plan took. A situation is everything that costs depend
-  on: the user's settings, the batch size, the runtime and the length of the context. `StepCosts` are fitted to these
-  timings, or predicted from the sizes of the models where nothing may be measured.
+- **costs per situation**: `StepCosts` are predicted from the sizes of the models for any batch size and length of
+  context, and corrected by what the rounds of each situation took (`CostFactors`).
 - **recordings of agreement**: for each of the last texts, how confident the draft was at each position and which rank
   the target's token had among the draft's candidates (`Agreement`).
 - **the last choice** per situation, and how fast each plan was compared with its prediction.
@@ -21,10 +21,15 @@ The modules, each importing only those above it:
 
     agreement   how a draft agrees with a text: recordings
     replay      the rounds that a plan would take on a recorded text (pure)
-    costs       step costs: fitted to timed segments, or predicted from model sizes
+    costs       step costs, and the timing of a segment
     simulate    predicted speed of a plan: recordings and costs put together
     chooser     which plans there are, and which one is fastest
-    online      the planner during a generation, and what is known of a pair
+    sizes       step costs predicted from the sizes of the models
+    calibrate   predicted costs corrected by timed segments
+    store       the file in which all this is kept
+    knowledge   what is known of a pair
+    online      the planner during a generation
+    timer       times its segments
     measure     step costs of a pair, measured with short generations
     tune        fixed settings for a pair: by replay first, then by measurement
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -20,7 +20,6 @@ TREE_LEAVES = {True: (0, 8), False: (0, 4, 8)}
 BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
 MIN_GAIN = 1.03  # a plan replaces the current one if it is predicted to be this much faster
 MIN_PREDICTED_GAIN = 1.06  # the same where costs are only predicted, and the gain is less certain
-MAX_HIDDEN = 0.7  # of overlapped drafting on one device; 0.4 was measured on an H200, almost nothing on CPUs
 MIN_HIDDEN = 0.05  # the smallest hidden fraction for which overlap is used
 
 
@@ -84,8 +83,10 @@ def choose(
     current: SpecBranchConfig | None = None,
     ratios: Mapping[SpecBranchConfig, float] | None = None,
     min_gain: float = MIN_GAIN,
+    delay: Callable[[SpecBranchConfig], float] | None = None,
+    remaining: float = 0.0,
 ) -> Choice:
-    """Return the plan with the highest predicted speed; the current one unless another is clearly faster.
+    """Return the plan with which the rest of the text is done first; the current one unless another is clearly faster.
 
     Args:
         plans: the plans to choose from.
@@ -95,6 +96,8 @@ def choose(
         current: the plan that is being followed, if any.
         ratios: measured over predicted speed of plans that were followed before.
         min_gain: how many times faster than the current plan another must be.
+        delay: the seconds before a plan can be followed. None: no plan has to be waited for.
+        remaining: the tokens that are still to come; of use only with `delay`.
     """
     overlap = costs.hidden >= MIN_HIDDEN
 
@@ -103,31 +106,23 @@ def choose(
         ratio = expected_ratio(plan, ratios or {})
         return Choice(plan, ratio * prediction.tokens_per_second, prediction.tokens_per_pass)
 
-    possible = [plan if overlap or not plan.overlap else replace(plan, overlap=False) for plan in plans]
-    best = max(map(evaluate, possible), key=lambda choice: choice.tokens_per_second)
+    def seconds(choice: Choice) -> float:
+        """The seconds per token, the delay included."""
+        waiting = 0.0 if delay is None else delay(choice.plan) / max(1.0, remaining)
+        return 1 / choice.tokens_per_second + waiting
+
+    best = min(map(evaluate, _worth_a_look(plans, overlap)), key=seconds)
     if current is None:
         return best
     now = evaluate(current)
-    return best if best.tokens_per_second > min_gain * now.tokens_per_second else now
+    return best if min_gain * seconds(best) < seconds(now) else now
 
 
-def overlap_may_pay(
-    plans: Sequence[SpecBranchConfig],
-    agreements: Sequence[Agreement],
-    costs: StepCosts,
-    captured: bool,
-    than: Choice,
-    max_hidden: float,
-    ratios: Mapping[SpecBranchConfig, float] | None = None,
-) -> bool:
-    """Return whether a plan with overlap would be clearly faster than this choice at the best possible overlap.
-
-    If it would not, there is no need to measure how much overlap hides.
-    """
-    overlapped = [plan for plan in plans if plan.overlap and plan.policy == "specbranch"]
-    ideal = replace(costs, hidden=max_hidden, waiting=0.0)
-    best = choose(overlapped, agreements, ideal, captured, ratios=ratios) if overlapped else than
-    return best.tokens_per_second > MIN_GAIN * than.tokens_per_second
+def _worth_a_look(plans: Sequence[SpecBranchConfig], overlap: bool) -> Sequence[SpecBranchConfig]:
+    """Leave out plans that draft ahead where nothing hides it: plain speculation drafts the same tokens when needed."""
+    if overlap:
+        return plans
+    return [plan for plan in plans if plan.policy != "specbranch"] or [replace(plan, overlap=False) for plan in plans]
 
 
 def expected_ratio(plan: SpecBranchConfig, ratios: Mapping[SpecBranchConfig, float]) -> float:

@@ -1,4 +1,4 @@
-"""Step costs: how long steps of both models take, fitted to the rounds of a generation or predicted from model sizes.
+"""Step costs: how long steps of both models take. `sizes` predicts them, `calibrate` corrects them.
 
 The model of a round, in seconds, with `q - 1` draft tokens and tree leaves in the pass and `w` branches per draft step:
 
@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
-
-from transformers import PreTrainedModel
 
 from ..runtime.overlap import Totals
 from .replay import Round
@@ -105,18 +103,27 @@ class StepCosts:
         """Return the time of a pass over one token and `sent` further ones."""
         if not self.passes:
             return self.target_pass + sent * self.target_token
-        if sent <= self.passes[0][0]:
-            return self.passes[0][1]
-        for (low, fast), (high, slow) in pairwise(self.passes):
-            if sent <= high:
-                return fast + (sent - low) / (high - low) * (slow - fast)
-        widest, seconds = self.passes[-1]
-        return seconds + (sent - widest) * self.target_token
+        return interpolate(self.passes, sent) + max(0.0, sent - self.passes[-1][0]) * self.target_token
 
     def parts(self, each: Round) -> tuple[float, float]:
         """Return the time of a round's pass, and of the drafting that may overlap with it."""
         verify = self.pass_seconds(each.sent)
         return verify, each.overlapped_steps * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
+
+
+def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at a place between points, which are in order; outside them that of the nearest.
+
+    Example:
+        >>> interpolate([(1, 10.0), (3, 20.0)], 2), interpolate([(1, 10.0), (3, 20.0)], 9)
+        (15.0, 20.0)
+    """
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, first), (high, second) in pairwise(points):
+        if at <= high:
+            return first + (at - low) / (high - low) * (second - first)
+    return points[-1][1]
 
 
 class SegmentTiming(NamedTuple):
@@ -134,100 +141,3 @@ class SegmentTiming(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
-
-
-def fit_segment_costs(timings: Sequence[SegmentTiming]) -> StepCosts:
-    """Fit step costs to timed segments, of which at least one ran without overlap.
-
-    Segments without overlap give the costs of each step. Segments with overlap give the hidden fraction: the time they
-    saved compared with these costs, over the most that they could have saved.
-
-    Example:
-        >>> timed = SegmentTiming(4, 8, 0.05, False, Totals(0.004, 4, 4), Totals(0.04, 4, 20), Totals())
-        >>> one_token = SegmentTiming(2, 0, 0.016, False, Totals(), Totals(0.016, 2, 2), Totals())
-        >>> costs = fit_segment_costs([timed, one_token])
-        >>> round(costs.target_pass, 4), round(costs.target_token, 4), round(costs.draft_step, 4)
-        (0.009, 0.0005, 0.001)
-    """
-    serial = [each for each in timings if not each.overlap]
-    target_pass, target_token = _fit_line(each.verify for each in serial)  # over all widths
-    draft_step, draft_branch = _fit_line([*(each.draft for each in timings), *(each.branch for each in serial)])
-    loop = _loop_seconds([each for each in serial if not each.branch.forwards] or serial)
-    waiting = max(0.0, _loop_seconds([each for each in serial if each.branch.forwards]) - loop)
-    passes = _pass_curve(serial, loop)
-    costs = StepCosts(target_pass + loop, target_token, draft_step, draft_branch, 0.0, passes, waiting)
-    saved = possible = 0.0
-    for each in timings:
-        if each.overlap:
-            further = each.verify.positions / each.verify.forwards - 1
-            verify = each.verify.forwards * (costs.pass_seconds(round(further)) - loop)
-            extra_branches = each.branch.positions - each.branch.forwards
-            branch = each.branch.forwards * draft_step + extra_branches * draft_branch
-            saved += each.rounds * (loop + waiting) + each.draft.seconds + verify + branch - each.seconds
-            possible += min(verify, branch)
-    hidden = min(max(saved / possible, 0.0), 1.0) if possible > 0 else 0.0
-    return replace(costs, hidden=hidden)
-
-
-def _loop_seconds(serial: Sequence[SegmentTiming]) -> float:
-    """Return the seconds per round that are spent outside forward passes."""
-    if not serial:
-        return 0.0
-    forwards = sum(each.draft.seconds + each.verify.seconds + each.branch.seconds for each in serial)
-    return max(0.0, sum(each.seconds for each in serial) - forwards) / sum(each.rounds for each in serial)
-
-
-def _pass_curve(serial: Sequence[SegmentTiming], loop: float) -> tuple[tuple[float, float], ...]:
-    """Return (further tokens, seconds) of the measured passes, the narrowest first; a wider pass is never faster.
-
-    A straight line does not fit. On a CPU and in our kernels, a pass over two tokens runs different code than a pass
-    over one, and further tokens cost little until a block is full.
-    """
-    by_width: dict[int, Totals] = {}
-    for each in serial:
-        width = round(each.verify.positions / each.verify.forwards)
-        by_width[width] = by_width.get(width, Totals()) + each.verify
-    points, slowest = [], 0.0
-    for _, totals in sorted(by_width.items()):
-        slowest = max(slowest, totals.seconds / totals.forwards)
-        points.append((totals.positions / totals.forwards - 1, slowest + loop))
-    return tuple(points)
-
-
-def _fit_line(totals: Iterable[Totals]) -> tuple[float, float]:
-    """Return the seconds of a forward over one token and of each further token: weighted least squares, slope >= 0."""
-    points = [
-        (each.positions / each.forwards, each.seconds / each.forwards, each.forwards) for each in totals if each[1]
-    ]
-    count = sum(weight for *_, weight in points)
-    if not count:
-        return 0.0, 0.0
-    x = sum(weight * width for width, _, weight in points) / count
-    y = sum(weight * seconds for _, seconds, weight in points) / count
-    variance = sum(weight * (width - x) ** 2 for width, _, weight in points)
-    covariance = sum(weight * (width - x) * (seconds - y) for width, seconds, weight in points)
-    slope = max(0.0, covariance / variance) if variance > 1e-9 else 0.0
-    return max(1e-9, y - slope * (x - 1)), slope
-
-
-def predicted_costs(target: PreTrainedModel, draft: PreTrainedModel, captured: bool) -> StepCosts:
-    """Predict step costs from the sizes of the models alone, for use where nothing may be measured.
-
-    In a captured stage, a forward takes the time to read its weights, plus a constant per layer. This gives 4.1, 0.09,
-    1.3 and 16.9 ms for 7B, 68M, 1.3B and 33B in half precision; 4.2, 0.085, 1.3 and 17.6 ms were measured on an H200.
-    The constants for a CPU were measured with the embedded pair (docs/benchmarks.md).
-
-    Both models are bound by memory bandwidth, so little of the overlapped drafting is hidden: a pass of the 7B target
-    took 4.20 ms alone and 4.51 ms while the 68M draft ran for 0.5 ms. A round that drafts ahead waited 0.3 ms for the
-    host.
-    """
-    target_pass, draft_step = (_predicted_seconds(model, captured) for model in (target, draft))
-    if captured:
-        return StepCosts(target_pass, 0.005 * target_pass, draft_step, 0.03 * draft_step, hidden=0.4, waiting=3e-4)
-    return StepCosts(target_pass, 0.02 * target_pass, draft_step, 0.05 * draft_step)
-
-
-def _predicted_seconds(model: PreTrainedModel, captured: bool) -> float:
-    size: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    return size / 4.3e12 + layers * 3e-5 if captured else size / 1.5e10 + layers * 4e-4

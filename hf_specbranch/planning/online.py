@@ -1,43 +1,41 @@
-"""The planner during a generation: when to measure, when to re-evaluate the plan, and what is known of a pair.
+"""The planner during a generation: which plan to follow, what to learn from its rounds, when to re-evaluate it.
 
-A generation is a sequence of plan segments, each of them some rounds that follow one plan. Costs are measured once per
-pair and context length, in the first segments: passes of several widths, and overlapped drafting where it could pay.
-Then the best plan is followed, and it is re-evaluated when its rounds do not go as predicted.
+A generation is a sequence of plan segments, each of them some rounds that follow one plan. The first one follows the
+plan that is best at predicted costs (`sizes`), or that the last generation ended with. Its rounds are timed, and they
+correct the prediction (`calibrate`). Where predictions are less good, a few rounds without a draft are put between two
+segments, since they show whether drafting pays. They take no longer than plain decoding.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Sequence
+from math import inf
 from typing import NamedTuple
 
-from transformers import PreTrainedModel
-
 from ..config import SpecBranchConfig
-from ..decoding.text import Text
-from ..model_state import adapter_state, state_of
-from ..runtime.overlap import Overlap
-from ..stats import SpecBranchStats
-from .agreement import Agreement, RecentTexts, typical_agreement
-from .chooser import MIN_PREDICTED_GAIN, Choice, choose, describe, overlap_may_pay, pass_width
-from .costs import SegmentTiming, StepCosts, fit_segment_costs
+from .agreement import Agreement, typical_agreement
+from .calibrate import CostFactors
+from .chooser import BLOCK_SIZE, MIN_PREDICTED_GAIN, Choice, choose, pass_width
+from .costs import SegmentTiming, StepCosts
+from .knowledge import Knowledge, Situation
 from .simulate import predict
 
-WARM_UP_ROUNDS, TIMED_ROUNDS = 2, 4  # the first rounds of a plan may include one-off work
-MEASURED_LENGTH = 6  # the longest draft that is used to measure costs
-MAX_ATTEMPTS = 4  # a segment in which a graph was captured is timed again, at most this often
-UNPLANNED_ROUNDS = 24  # until the first choice, where nothing is known
+FEWEST_ROUNDS = 4  # a shorter segment is not learned from
+FIRST_ROUNDS = {
+    True: 24,
+    False: 8,
+}  # until the first evaluation, where nothing is known; by whether stages are captured
 PLANNED_ROUNDS = 48  # until a chosen plan is checked for the first time; doubled after each check
+CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
+CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
+CHECKS = 3  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
+CHECK_EVERY = 16  # generations, later
+SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
 # Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
-# The generations after which the oldest measurement is repeated; the last number means every multiple of it. Where
-# stages are captured there is no need: times hardly vary, and a plan that is run again may have to be captured again.
-REFRESH_AFTER = 4, 16
-RECENT_TEXTS = 8  # how many recordings are kept
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
-MIN_CONTEXT = 1024  # contexts up to this length count as one situation
+CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
 
 
 class PlanSegment(NamedTuple):
@@ -50,191 +48,170 @@ class PlanSegment(NamedTuple):
     tokens_per_pass: float = 1.0  # predicted
 
 
-@dataclass
-class Knowledge:
-    """What earlier generations have shown about a pair. A `situation` stands for everything that costs depend on.
-
-    Attributes:
-        timings: the last segment of each measured plan, with and without overlap, per situation.
-        choices: the last choice per situation.
-        ratios: measured over predicted speed of each plan that was followed.
-        overlap_candidates: situations in which overlapped drafting may pay, and is therefore measured.
-        generations: how many generations have measured costs.
-        next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
-        texts: recordings of agreement on the last texts.
-    """
-
-    timings: dict[Hashable, dict[tuple[SpecBranchConfig, bool], SegmentTiming]] = field(default_factory=dict)
-    choices: dict[Hashable, Choice] = field(default_factory=dict)
-    ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
-    overlap_candidates: set[Hashable] = field(default_factory=set)
-    generations: int = 0
-    next_evaluation: int = 0
-    texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))
-
-
-def knowledge_of(target: PreTrainedModel, draft: PreTrainedModel) -> Knowledge:
-    """Return what is known of a pair in the present state of its adapters; kept as long as both models exist."""
-    known: dict[Hashable, Knowledge] = state_of(target).pairs.setdefault(draft, {})
-    return known.setdefault((adapter_state(target), adapter_state(draft)), Knowledge())
-
-
-def forget(target: PreTrainedModel) -> None:
-    """Drop what is known of all pairs with this target."""
-    state_of(target).pairs.clear()
-
-
 class Planner:
     """Chooses the plans of one generation.
 
     Args:
-        plans: the plans to choose from; overlap is measured with the first.
-        captured: stages are captured as CUDA graphs.
+        plans: the plans to choose from.
+        settings: the user's settings, from which the plans were made.
         situation: everything that costs depend on, except the context length.
         known: what earlier generations have shown; updated here.
-        predicted_costs: the costs to use where nothing may be measured: a sampled text must depend on its seed, not on
-            the speed of the machine. None: measure them.
+        predicted: the costs that the sizes of the models predict for a context of this length.
         agreements: records how the draft agrees with the text so far.
         context: returns the length of the text.
-        max_hidden: the largest fraction of overlapped drafting that can be hidden.
+        measures: learn from timings. A sampled text must depend on its seed, not on the speed of the machine.
+        is_captured: whether the stages of a plan are captured already.
+        remaining: returns how many tokens are still to come, at most.
     """
 
     def __init__(
         self,
         plans: Sequence[SpecBranchConfig],
-        captured: bool,
-        situation: Hashable,
+        settings: SpecBranchConfig,
+        situation: Situation,
         known: Knowledge,
-        predicted_costs: StepCosts | None,
+        predicted: Callable[[int], StepCosts],
         agreements: Callable[[], list[Agreement]],
         context: Callable[[], int],
-        max_hidden: float = 1.0,
+        measures: bool = True,
+        is_captured: Callable[[SpecBranchConfig], bool] = lambda plan: True,
+        remaining: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.plans, self.captured, self.known, self.predicted_costs = plans, captured, known, predicted_costs
-        self.max_hidden, self.text = max_hidden, known.texts.begin()
-        self.agreements, self.context, self._situation = agreements, context, situation
+        self.plans, self.situation, self.known, self.key = plans, situation, known, (settings, situation)
+        self.captured, self.predicted, self.measures = situation.captured, predicted, measures
+        self.agreements, self.context, self.is_captured, self.remaining = agreements, context, is_captured, remaining
+        self.text = known.texts.begin()
+        self.branches = max(plan.max_branches for plan in plans)
+        self.speed: float | None = None  # that the passes of the last segment showed
+        self.last_plan: SpecBranchConfig | None = None
+        self.checks = self.times_off = 0
+        self.seconds = 0.0  # since the last evaluation
+        self.learned = False  # something that is worth keeping
 
     @property
-    def situation(self) -> Hashable:
-        """Everything that costs depend on. They grow with the context: when it has doubled they are measured again."""
-        return self._situation, max(MIN_CONTEXT, self.context()).bit_length()
+    def factors(self) -> CostFactors:
+        return self.known.factors_in(self.situation)
 
-    @property
-    def timings(self) -> dict[tuple[SpecBranchConfig, bool], SegmentTiming]:
-        """The last segment of each plan in this situation, with and without overlap."""
-        return self.known.timings.setdefault(self.situation, {})
+    def costs(self) -> StepCosts:
+        """Return the costs at the present length of the text."""
+        predicted = self.predicted(self.context())
+        return self.factors.costs(predicted) if self.measures else predicted
 
     def segments(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """Yield plan segments; the caller sends the timing of each."""
-        if self.predicted_costs is None:
-            return self._by_measured_costs()
-        return self._by_predicted_costs(self.predicted_costs)
+        return self._by_measured_costs() if self.measures else self._by_predicted_costs()
 
-    def _by_predicted_costs(self, costs: StepCosts) -> Generator[PlanSegment, SegmentTiming, None]:
+    def _by_predicted_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """Plan by this text alone, not by earlier ones: the same seed must give the same text."""
-        typical = typical_agreement(1 + max(plan.max_branches for plan in self.plans))
-        plan, rounds, predicted = choose(self.plans, [typical], costs, self.captured).plan, UNPLANNED_ROUNDS, None
+        plan, rounds, predicted = choose(self.plans, [self._typical], self.costs(), self.captured).plan, 24, None
         while True:
             yield PlanSegment(plan, rounds, plan.overlap, predicted)
             rounds *= 4
             if recorded := self.agreements():
                 plan, predicted, _ = choose(
-                    self.plans, recorded, costs, self.captured, plan, min_gain=MIN_PREDICTED_GAIN
+                    self.plans, recorded, self.costs(), self.captured, plan, min_gain=MIN_PREDICTED_GAIN
                 )
 
+    @property
+    def _typical(self) -> Agreement:
+        return typical_agreement(1 + self.branches)
+
     def _by_measured_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
-        choice, rounds = self.known.choices.get(self.situation), PLANNED_ROUNDS
+        choice, rounds = self._first_choice(), PLANNED_ROUNDS
+        if self.key not in self.known.choices:
+            rounds = FIRST_ROUNDS[self.captured]
         while True:
-            if (yield from self._measure()):
-                choice = None
-            choice = choice or self._choose()
-            if self._unmeasured():  # the choice has shown that overlap may pay
-                continue
-            plan, predicted, tokens_per_pass = choice or (self._vanilla_plans[-1], None, 1.0)
-            planned = UNPLANNED_ROUNDS if predicted is None else rounds
-            segment = PlanSegment(plan, planned, plan.overlap, predicted, tokens_per_pass)
-            choice = self.learn(segment, (yield segment))
+            plan, predicted, tokens_per_pass = choice
+            rounds = min(rounds, CHECKED_ROUNDS) if self._check_is_due(plan) else rounds
+            segment = PlanSegment(plan, rounds, plan.overlap, predicted, tokens_per_pass)
+            timing = yield segment
+            due = self._learn(segment, timing)
+            if self.speed is not None and self._check_is_due(plan):
+                check = PlanSegment(self._other(plan), CHECK_ROUNDS, False)
+                if not self._record(check, (yield check)):  # its stages had to be captured
+                    self._record(check, (yield check))
+                self.checks, due = self.checks + 1, True
+            choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
-    def _measure(self) -> Generator[PlanSegment, SegmentTiming, bool]:
-        """Time the plans that are not timed yet; return whether there were any."""
-        wanted = self._unmeasured()
-        for plan, overlap in wanted:
-            yield PlanSegment(plan, WARM_UP_ROUNDS, overlap)
-            for _ in range(MAX_ATTEMPTS):
-                segment = PlanSegment(plan, TIMED_ROUNDS, overlap)
-                timing = yield segment
-                self._record(segment, timing)
-                if not timing.disturbed:
-                    break
-        return bool(wanted)
+    def _first_choice(self) -> Choice:
+        """Return the choice of the last generation at present costs, or the best one by what is known."""
+        last, texts, costs = self.known.choices.get(self.key), self._texts() or [self._typical], self.costs()
+        if last is None or (not self.is_captured(last.plan) and any(map(self.is_captured, self.plans))):
+            return self._choose(texts, costs, None)
+        return choose([last.plan], texts, costs, self.captured, ratios=dict(self.known.ratios))
 
-    def _unmeasured(self) -> list[tuple[SpecBranchConfig, bool]]:
-        """Return what is still to be timed: passes of several widths and, where it may pay, the first plan with and
-        without overlap.
+    def _texts(self) -> list[Agreement]:
+        """Return the recordings of the last texts that have enough candidates for all plans."""
+        return [text for text in self.known.texts.all() if text.candidates >= self.branches]
 
-        Fewer widths are timed where stages are captured: each plan must be captured first, and passes within a block
-        take about the same time.
+    # ---- what plain decoding would take, where that is uncertain
+
+    def _check_is_due(self, plan: SpecBranchConfig) -> bool:
+        """Return whether to compare the plan with plain decoding, or plain decoding with a draft.
+
+        Captured passes within a block take about the same time, which needs no check.
         """
-        first, vanilla = self.plans[0], self._vanilla_plans
-        autoregressive = next(plan for plan in self.plans if plan.policy == "autoregressive")
-        widths = [vanilla[-1], autoregressive]
-        if not self.captured:
-            widths.insert(1, vanilla[len(vanilla) // 2])
-        wanted = [(plan, False) for plan in widths]
-        if self.situation in self.known.overlap_candidates:
-            wanted += dict.fromkeys([(first, first.overlap), (first, False)])
-        return [each for each in wanted if each not in self.timings]
+        if self.remaining() < 2 * CHECK_ROUNDS or self._other(plan) == plan:
+            return False
+        drafts = plan.policy != "autoregressive"
+        if self.captured and (not drafts or self.situation.rows * pass_width(plan) <= BLOCK_SIZE):
+            return False
+        if self.times_off > 1 and not self.checks:  # the rounds take another time than they used to
+            return True
+        samples = self.factors.passes.get(1, []) if drafts else self.factors.draft
+        surprising = bool(samples) and not SURPRISE[0] < samples[-1] < SURPRISE[1]
+        if self.checks:
+            return self.checks == 1 and surprising and len(samples) < CHECKS
+        later = not self.captured and self.known.generations % CHECK_EVERY == CHECK_EVERY - 1
+        return later or len(samples) < (CHECKS if drafts else 1)
 
-    @property
-    def _vanilla_plans(self) -> list[SpecBranchConfig]:
-        """The vanilla plans with short drafts, the narrowest pass first; among equals, the longest draft first.
+    def _other(self, plan: SpecBranchConfig) -> SpecBranchConfig:
+        """Return the plan without a draft; for that plan itself, the one with the narrowest passes over a draft."""
+        if plan.policy != "autoregressive":
+            return next((each for each in self.plans if each.policy == "autoregressive"), plan)
+        vanilla = [each for each in self.plans if each.policy == "vanilla"]
+        return min(vanilla, key=lambda each: (pass_width(each), each.confidence_threshold), default=plan)
 
-        A draft step takes the same time in a short draft, and a long one might be drafted for nothing. If there are
-        several thresholds, 0 is used: with a higher one an uncertain draft would stop early, and its pass would be
-        narrower than intended.
-        """
-        vanilla = [plan for plan in self.plans if plan.policy == "vanilla"]
-        if len({plan.confidence_threshold for plan in vanilla}) > 1:
-            vanilla = list(dict.fromkeys(replace(plan, confidence_threshold=0.0) for plan in vanilla))
-        longest = max(MEASURED_LENGTH, min(plan.draft_length for plan in vanilla))
-        short = [plan for plan in vanilla if plan.draft_length <= longest]
-        return sorted(short, key=lambda plan: (pass_width(plan), -plan.draft_length))
+    # ---- learning
 
-    def _record(self, segment: PlanSegment, timing: SegmentTiming) -> None:
-        self.timings.pop((segment.plan, segment.overlap), None)
-        self.timings[segment.plan, segment.overlap] = timing  # the most recent last
+    def _record(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
+        """Learn costs from a segment; return whether there was enough to learn from."""
+        self.seconds += timing.seconds
+        if not _is_reliable(timing):
+            self.speed = None
+            return False
+        before = None if segment.plan == self.last_plan else self.speed
+        self.speed = self.factors.add(timing, self.predicted(self.context()), before)
+        self.last_plan = segment.plan
+        return True
+
+    def _learn(self, segment: PlanSegment, timing: SegmentTiming, ending: bool = False) -> bool:
+        """Record the timing of a segment that followed a choice; return whether to re-evaluate that choice."""
+        reliable = self._record(segment, timing)
+        may_pause = ending or segment.plan.policy == "autoregressive"
+        is_off = reliable and self._is_off(segment, timing)
+        return is_off or self.key not in self.known.choices or (may_pause and self._is_due())
+
+    def _next_choice(self, segment: PlanSegment, timing: SegmentTiming, due: bool) -> Choice:
+        assert segment.predicted is not None
+        choice = Choice(segment.plan, segment.predicted, segment.tokens_per_pass)
+        if due:
+            choice = self._evaluate(segment.plan, timing) or choice
+        self.known.choices[self.key] = choice
+        return choice
 
     def end(self, segment: PlanSegment, timing: SegmentTiming) -> None:
-        """Learn from the last segment of a text, and drop the oldest measurement from time to time.
-
-        The machine may have been busy during a measurement, and a plan that is never run again would keep its wrong
-        timing.
-        """
-        if self.predicted_costs is not None:
+        """Learn from the last segment of a text, and keep on disk what is new."""
+        if not self.measures:
             return
-        self.learn(segment, timing, ending=True)
-        unchosen = self.situation not in self.known.choices
-        if unchosen and self.timings and not self._unmeasured() and (choice := self._choose()) is not None:
-            self.known.choices[self.situation] = choice
-        self.known.generations = now = self.known.generations + 1
-        if self.timings and not self.captured and (now in REFRESH_AFTER or now % REFRESH_AFTER[-1] == 0):
-            self.timings.pop(list(self.timings)[0], None)  # another thread may have dropped it
-            self.known.choices.pop(self.situation, None)
-
-    def learn(self, segment: PlanSegment, timing: SegmentTiming, ending: bool = False) -> Choice | None:
-        """Record the timing of a segment; return the next choice, or None if the segment was not a predicted one."""
         if segment.predicted is None:
-            return None
-        choice = Choice(segment.plan, segment.predicted, segment.tokens_per_pass)
-        reliable = timing.rounds >= TIMED_ROUNDS and not timing.disturbed
-        if reliable:
             self._record(segment, timing)
-        may_pause = ending or segment.plan.policy == "autoregressive"
-        if (may_pause and self._is_due()) or (reliable and self._is_off(segment, timing)):
-            choice = self._choose(segment.plan, timing if reliable else None) or choice
-        self.known.choices[self.situation] = choice
-        return choice
+        else:
+            self._next_choice(segment, timing, self._learn(segment, timing, ending=True))
+        self.known.generations += 1
+        if self.learned:
+            self.known.save()
 
     def _is_due(self) -> bool:
         """Return whether to re-evaluate although all went as predicted: after each of the first generations, then each
@@ -249,80 +226,65 @@ class Planner:
         return True
 
     def _is_off(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
-        """Return whether rounds took another time, or committed another number of tokens, than predicted."""
+        """Return whether rounds took another time, or committed another number of tokens, than predicted.
+
+        Where stages are not captured times vary with the load, and a segment counts only if the one before was off too.
+        """
         assert segment.predicted is not None
         relative_time = timing.seconds / timing.rounds * segment.predicted / segment.tokens_per_pass
         relative_tokens = timing.tokens / timing.rounds / segment.tokens_per_pass
-        fastest, slowest = EXPECTED_TIME
-        fewest, most = EXPECTED_TOKENS
-        return not fastest < relative_time < slowest or not fewest < relative_tokens < most
+        in_time = EXPECTED_TIME[0] < relative_time < EXPECTED_TIME[1]
+        self.times_off = 0 if in_time else self.times_off + 1
+        off_time = self.times_off > (0 if self.captured else 1)
+        return off_time or not EXPECTED_TOKENS[0] < relative_tokens < EXPECTED_TOKENS[1]
 
-    def _choose(self, plan: SpecBranchConfig | None = None, timing: SegmentTiming | None = None) -> Choice | None:
+    # ---- choosing
+
+    def _evaluate(self, plan: SpecBranchConfig, timing: SegmentTiming) -> Choice | None:
         """Evaluate all plans on this text and the last ones; return None while there is nothing to evaluate them on.
 
         Args:
             plan: the plan that is being followed; kept unless another is clearly faster.
             timing: the timing of its last segment.
         """
-        known, timings = self.known, list(self.timings.values())
-        if all(each.overlap for each in timings):  # the context has just doubled: nothing is measured yet
-            return None
-        costs = fit_segment_costs(timings)
-        recorded = self.agreements()
-        branches = max(plan.max_branches for plan in self.plans)  # calls with fewer have recorded fewer candidates
-        texts = [text for text in known.texts.update(self.text, recorded) if text.candidates >= branches]
-        if recorded and plan is not None and timing is not None:
+        known, costs, recorded = self.known, self.costs(), self.agreements()
+        known.texts.update(self.text, recorded)
+        self.learned = True
+        if recorded and self.captured and _is_reliable(timing):
             # Compare times of rounds, not tokens: the segment was another part of the text.
             prediction = predict(recorded, plan, costs, self.captured)
             predicted_round = prediction.tokens_per_pass / prediction.tokens_per_second
             ratio = predicted_round * timing.rounds / timing.seconds
             known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
+        texts = self._texts()
         if not texts:
             return None
-        ratios = dict(known.ratios)  # another thread may add to them
-        choice = choose(self.plans, texts, costs, self.captured, plan, ratios)
-        if self.situation not in known.overlap_candidates:
-            if overlap_may_pay(self.plans, texts, costs, self.captured, choice, self.max_hidden, ratios):
-                known.overlap_candidates.add(self.situation)
-        return choice
+        return self._choose(texts, costs, plan)
+
+    def _choose(self, texts: list[Agreement], costs: StepCosts, plan: SpecBranchConfig | None) -> Choice:
+        """Return the best choice; a plan whose stages are not captured must save the time that this takes.
+
+        What it would have saved since the last evaluation is added to what it will save: a plan that is better for one
+        short text after the other is captured in the end.
+        """
+        known, ratios = self.known, dict(self.known.ratios)  # another thread may add to them
+        seconds, self.seconds = self.seconds, 0.0
+        if not self.captured or all(map(self.is_captured, self.plans)):
+            return choose(self.plans, texts, costs, self.captured, plan, ratios)
+        if plan is not None and seconds:
+            best = choose(self.plans, texts, costs, self.captured, plan, ratios)
+            now = choose([plan], texts, costs, self.captured, ratios=ratios)
+            saved = seconds * (1 - now.tokens_per_second / best.tokens_per_second)
+            known.missed[best.plan] = known.missed.get(best.plan, 0.0) + saved
+
+        def delay(other: SpecBranchConfig) -> float:
+            if other == plan or self.is_captured(other):
+                return 0.0
+            return max(0.0, CAPTURE_SECONDS - known.missed.get(other, 0.0))
+
+        delays = delay if plan is not None or any(map(self.is_captured, self.plans)) else None
+        return choose(self.plans, texts, costs, True, plan, ratios, delay=delays, remaining=self.remaining())
 
 
-class SegmentTimer:
-    """Measures plan segments, and adds them to the statistics.
-
-    Args:
-        stats: where forwards are counted and segments are listed.
-        overlap: where work is timed.
-        text: where tokens are committed.
-        captures: returns how many graphs have been captured so far.
-    """
-
-    def __init__(self, stats: SpecBranchStats, overlap: Overlap, text: Text, captures: Callable[[], int]) -> None:
-        self.stats, self.overlap, self.text, self.captures = stats, overlap, text, captures
-
-    def start(self) -> None:
-        """Begin a segment."""
-        self.clock, self.gained, self.captured = time.perf_counter(), self.text.gained, self.captures()
-
-    def read(self, segment: PlanSegment) -> SegmentTiming:
-        """End a segment and return its timing."""
-        seconds, work = time.perf_counter() - self.clock, self.overlap.take()
-        timing = SegmentTiming(
-            rounds=work["verify"].forwards,
-            tokens=(self.text.gained - self.gained) / len(self.text.lengths),
-            seconds=seconds,
-            overlap=segment.overlap,
-            disturbed=self.captures() > self.captured,
-            **work,
-        )
-        self.stats.plans.append(
-            {
-                "plan": describe(segment.plan, segment.overlap),
-                "rounds": timing.rounds,
-                "tokens": timing.tokens,
-                "seconds": timing.seconds,
-                "tokens_per_second": timing.tokens_per_second,
-                "predicted_tokens_per_second": segment.predicted,
-            }
-        )
-        return timing
+def _is_reliable(timing: SegmentTiming) -> bool:
+    return timing.rounds >= FEWEST_ROUNDS and not timing.disturbed

@@ -1,0 +1,162 @@
+"""What the planner knows of a pair of models, from one generation to the next and from one process to the next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import isfinite, log
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from ..config import SpecBranchConfig
+from ..model_state import adapter_state, state_of
+from .agreement import Agreement, RecentTexts
+from .calibrate import CostFactors
+from .chooser import Choice
+from .sizes import ModelSize, sizes_of
+from .store import Entries, PairFile, file_of
+
+RECENT_TEXTS = 8  # how many recordings are kept
+MOST_CHOICES = 32  # choices and ratios that are kept on disk
+SCALE = 1000  # probabilities are kept on disk in thousandths
+
+
+class Situation(NamedTuple):
+    """Everything that step costs depend on, except the length of the context."""
+
+    rows: int = 1
+    runtime: str = "eager"
+    captured: bool = False
+    threads: int = 0  # of a CPU
+
+    def distance(self, other: Situation) -> float:
+        """Return how far the batch sizes are apart; infinite if something else differs."""
+        return abs(log(self.rows / other.rows)) if self[1:] == other[1:] else float("inf")
+
+
+@dataclass
+class Knowledge:
+    """What earlier generations have shown about a pair.
+
+    Attributes:
+        factors: measured over predicted step costs, per situation.
+        choices: the last choice, per situation and the user's settings.
+        ratios: measured over predicted speed of each plan that was followed in captured stages.
+        missed: seconds that a plan would have saved, had its stages been captured.
+        generations: how many generations have been timed.
+        next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
+        texts: recordings of agreement on the last texts.
+        sizes: of target and draft, counted once.
+        file: where all this is kept, if anywhere.
+    """
+
+    factors: dict[Situation, CostFactors] = field(default_factory=dict)
+    choices: dict[tuple[SpecBranchConfig, Situation], Choice] = field(default_factory=dict)
+    ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
+    missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
+    generations: int = 0
+    next_evaluation: int = 0
+    texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))
+    sizes: tuple[ModelSize, ModelSize] | None = None
+    file: PairFile | None = None
+
+    def factors_in(self, situation: Situation) -> CostFactors:
+        """Return the factors of a situation; to begin with, a guess from the nearest batch size."""
+        found = self.factors.get(situation)
+        if found is None:
+            near = [each for each in list(self.factors) if situation.distance(each) < float("inf")]
+            nearest = min(near, key=situation.distance, default=None)
+            found = CostFactors() if nearest is None else self.factors[nearest].first_guess()
+            self.factors[situation] = found
+        return found
+
+    def save(self) -> None:
+        """Write to the file, if there is one."""
+        if self.file is not None:
+            self.file.save(self.to_dict())
+
+    def to_dict(self) -> Entries:
+        """Return what is worth keeping, ready for JSON."""
+        costs = {json.dumps(situation): factors.to_dict() for situation, factors in list(self.factors.items())}
+        choices = [
+            [config.to_dict(), situation, choice.plan.to_dict(), choice.tokens_per_second, choice.tokens_per_pass]
+            for (config, situation), choice in list(self.choices.items())[-MOST_CHOICES:]
+        ]
+        ratios = [[plan.to_dict(), ratio] for plan, ratio in list(self.ratios.items())[-MOST_CHOICES:]]
+        texts = [_compact(text) for text in self.texts.all() if text.chances]
+        counts = {"generations": self.generations, "next_evaluation": self.next_evaluation}
+        return {"costs": costs, "choices": choices, "ratios": ratios, "texts": texts, **counts}
+
+    def update(self, entries: Entries) -> None:
+        """Take over what `to_dict` returned in an earlier process.
+
+        Raises:
+            ValueError, TypeError, KeyError: if it is something else; nothing is taken over then.
+        """
+        factors = {_situation(json.loads(key)): CostFactors.from_dict(each) for key, each in entries["costs"].items()}
+        choices = {
+            (SpecBranchConfig.from_dict(config), _situation(situation)): Choice(
+                SpecBranchConfig.from_dict(plan), _positive(speed), _positive(tokens)
+            )
+            for config, situation, plan, speed, tokens in entries.get("choices", ())
+        }
+        ratios = {SpecBranchConfig.from_dict(plan): _positive(ratio) for plan, ratio in entries.get("ratios", ())}
+        texts = [_recording(each) for each in entries.get("texts", ())]
+        generations, next_evaluation = (int(entries.get(name, 0)) for name in ("generations", "next_evaluation"))
+        self.factors, self.choices, self.ratios = factors, choices, ratios
+        self.generations, self.next_evaluation = generations, next_evaluation
+        for text in texts:
+            self.texts.update(self.texts.begin(), [text])
+
+
+def knowledge_of(target: PreTrainedModel, draft: PreTrainedModel) -> Knowledge:
+    """Return what is known of a pair in the present state of its adapters; kept as long as both models exist.
+
+    What earlier processes have learned is read once. With adapters nothing is kept on disk.
+    """
+    known: dict[Hashable, Knowledge] = state_of(target).pairs.setdefault(draft, {})
+    adapters = (adapter_state(target), adapter_state(draft))
+    if adapters not in known:
+        learned = Knowledge(sizes=sizes_of(target, draft))
+        if adapters == (None, None):
+            learned.file = file_of(target, draft)
+        if learned.file is not None and (entries := learned.file.load()):
+            try:
+                learned.update(entries)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                pass  # not what this version writes: start with nothing
+        known.setdefault(adapters, learned)
+    return known[adapters]
+
+
+def forget(target: PreTrainedModel) -> None:
+    """Drop what is known of all pairs with this target; what is on disk stays."""
+    state_of(target).pairs.clear()
+
+
+def _situation(fields: Any) -> Situation:
+    rows, runtime, captured, threads = fields
+    if not isinstance(rows, int) or rows < 1 or not isinstance(runtime, str):
+        raise ValueError(f"{fields}: expected a situation")
+    return Situation(rows, runtime, bool(captured), int(threads))
+
+
+def _positive(number: Any) -> float:
+    if not isfinite(number) or number <= 0:
+        raise ValueError(f"{number}: expected a number above 0")
+    return float(number)
+
+
+def _compact(text: Agreement) -> dict[str, Any]:
+    """Return a recording in few whole numbers. The confidence is the first of the probabilities."""
+    return {"rank": text.rank, "chances": [[round(SCALE * each) for each in all] for all in text.chances]}
+
+
+def _recording(fields: dict[str, Any]) -> Agreement:
+    chances = tuple(tuple(each / SCALE for each in all) for all in fields["chances"])
+    if len({len(each) for each in chances}) != 1:
+        raise ValueError("expected as many probabilities at each token")
+    ranks = tuple(map(int, fields["rank"]))
+    return Agreement(tuple(each[0] for each in chances), ranks, len(chances[0]), chances)

@@ -1,0 +1,104 @@
+"""Step costs predicted from the sizes of the models: what a plan starts from before anything is measured.
+
+A pass takes the time to read the weights once, to read the keys and values of every row once, and a constant per layer.
+So the same prediction says how costs grow with the context and with the rows of a batch, and a measurement in one
+situation gives the costs in another (`calibrate`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from .costs import StepCosts, interpolate
+
+# Captured stages on an H200: bytes per second, seconds per layer, the cost of each further token in a pass.
+GPU_BANDWIDTH, GPU_LAYER, GPU_TOKEN = 4.3e12, 3e-5, 0.005
+CPU_BANDWIDTH, CPU_LAYER, CPU_FORWARD = 1.5e10, 4e-4, 5e-4
+# How many times the pass over one token a pass over several takes, on a CPU. Products of more than eight rows run other
+# code, which is several times slower for narrow ones.
+CPU_PASSES = ((1, 1.0), (2, 1.3), (8, 1.6), (9, 3.0), (64, 8.0))
+EAGER_TOKEN = 0.02  # on a GPU without captured stages
+
+
+class ModelSize(NamedTuple):
+    """What the time of a forward depends on."""
+
+    weights: int  # bytes
+    layers: int
+    kv_token: int  # bytes of keys and values per token
+    on_cpu: bool = False
+
+
+def size_of(model: PreTrainedModel) -> ModelSize:
+    """Return the size of a model. Counting the weights takes about a millisecond."""
+    weights, config = list(model.parameters()), model.config.get_text_config(decoder=True)
+    layers: int = config.num_hidden_layers
+    element = weights[0].element_size() if weights else 4
+    return ModelSize(
+        sum(weight.numel() * weight.element_size() for weight in weights),
+        layers,
+        2 * layers * element * _kv_width(config),
+        bool(weights) and weights[0].device.type == "cpu",
+    )
+
+
+def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize, ModelSize]:
+    """Return the sizes of a pair."""
+    return size_of(target), size_of(draft)
+
+
+def _kv_width(config: Any) -> int:
+    """Return the elements of one key in one layer; 0 for a config that does not say."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    hidden: int | None = getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return 0
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(kv_heads) * int(head_dim) if isinstance(kv_heads, int) and isinstance(head_dim, int) else 0
+
+
+def predicted_costs(
+    target: ModelSize, draft: ModelSize, captured: bool, rows: int = 1, context: int = 0, devices: int = 1
+) -> StepCosts:
+    """Predict step costs from the sizes of the models alone.
+
+    In captured stages this gives 4.1, 0.09, 1.3 and 16.9 ms for 7B, 68M, 1.3B and 33B in half precision; 4.2, 0.085,
+    1.3 and 17.6 ms were measured on an H200. For 16 and 64 rows of 240 tokens it gives 4.9 and 7.3 ms for 7B; 4.9 and
+    7.6 ms were measured. The constants for a CPU were measured with the embedded pair (docs/benchmarks.md).
+
+    Both models on one GPU are bound by its memory bandwidth, so little of the overlapped drafting is hidden: a pass of
+    the 7B target took 4.20 ms alone and 4.51 ms while the 68M draft ran for 0.5 ms. A round that drafts ahead waited
+    0.3 ms for the host. On one CPU nothing is hidden.
+
+    Args:
+        target: the size of the target.
+        draft: the size of the draft.
+        captured: stages are captured as CUDA graphs.
+        rows: the batch size.
+        context: tokens per row.
+        devices: 2 if the draft has a device of its own.
+    """
+    passes = tuple(_pass(target, captured, rows, sent, context) for sent in (0, 1, 7, 8, 15, 63))
+    draft_step = _pass(draft, captured, rows, 0, context)
+    token = (passes[-1] - passes[-2]) / 48
+    if captured:
+        step = _pass(draft, captured, rows, 0, 0)
+        hidden = 0.4 if devices == 1 else 1.0
+        return StepCosts(passes[0], token, draft_step, 0.03 * rows * step, hidden=hidden, waiting=3e-4)
+    hidden = 0.0 if devices == 1 else 0.7
+    points = tuple(zip((0.0, 1.0, 7.0, 8.0, 15.0, 63.0), passes))
+    return StepCosts(passes[0], token, draft_step, 0.05 * rows * draft_step, hidden, points)
+
+
+def _pass(size: ModelSize, captured: bool, rows: int, sent: int, context: int) -> float:
+    """Return the seconds of a pass over `1 + sent` tokens in each row."""
+    tokens = rows * (1 + sent)
+    if captured:
+        once = size.weights / GPU_BANDWIDTH + size.layers * GPU_LAYER
+        return once * (1 + GPU_TOKEN * (tokens - 1)) + rows * context * size.kv_token / GPU_BANDWIDTH
+    once = size.weights / CPU_BANDWIDTH + size.layers * CPU_LAYER + CPU_FORWARD
+    factor = interpolate(CPU_PASSES, tokens) if size.on_cpu else 1 + EAGER_TOKEN * (tokens - 1)
+    return once * factor + rows * context * size.kv_token / CPU_BANDWIDTH

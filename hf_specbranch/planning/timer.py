@@ -1,0 +1,108 @@
+"""Measures plan segments while they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from ..decoding.text import Text
+from ..runtime.overlap import Overlap, Totals
+from ..stats import SpecBranchStats
+from .chooser import describe
+from .costs import SegmentTiming
+from .online import PlanSegment
+
+OUTLIER = 3.0  # times of a round that are so many times the median are left out
+
+
+class Work(NamedTuple):
+    """The forwards of one kind in one round."""
+
+    seconds: float
+    forwards: int
+    positions: int
+
+
+class SegmentTimer:
+    """Measures plan segments, and adds them to the statistics.
+
+    Args:
+        stats: where forwards are counted and segments are listed.
+        overlap: where work is timed.
+        text: where tokens are committed.
+        captures: returns how many graphs have been captured so far.
+    """
+
+    def __init__(self, stats: SpecBranchStats, overlap: Overlap, text: Text, captures: Callable[[], int]) -> None:
+        self.stats, self.overlap, self.text, self.captures = stats, overlap, text, captures
+
+    def start(self) -> None:
+        """Begin a segment."""
+        self.clock, self.gained, self.captured = time.perf_counter(), self.text.gained, self.captures()
+
+    def read(self, segment: PlanSegment) -> SegmentTiming:
+        """End a segment and return its timing."""
+        seconds, spans = time.perf_counter() - self.clock, self.overlap.spans
+        work = self.overlap.take()
+        timing = SegmentTiming(
+            rounds=work["verify"].forwards,
+            tokens=(self.text.gained - self.gained) / len(self.text.lengths),
+            seconds=seconds,
+            overlap=segment.overlap,
+            disturbed=self.captures() > self.captured,
+            **work,
+        )
+        self.stats.plans.append(
+            {
+                "plan": describe(segment.plan, segment.overlap),
+                "rounds": timing.rounds,
+                "tokens": timing.tokens,
+                "seconds": timing.seconds,
+                "tokens_per_second": timing.tokens_per_second,
+                "predicted_tokens_per_second": segment.predicted,
+            }
+        )
+        if self.overlap.clock.by_events or segment.overlap:
+            return timing
+        return without_outliers(
+            timing,
+            **{kind: [Work(end - begin, *done[1:]) for begin, end, done in each] for kind, each in spans.items()},
+        )
+
+
+def without_outliers(
+    timing: SegmentTiming, draft: Sequence[Work], verify: Sequence[Work], branch: Sequence[Work]
+) -> SegmentTiming:
+    """Return the timing as it would have been without the rounds in which the machine did something else.
+
+    Args:
+        timing: of a segment without overlap.
+        draft: drafting before the pass, round by round.
+        verify: the passes.
+        branch: drafting after them.
+
+    Example:
+        >>> passes = [Work(0.01, 1, 1)] * 4 + [Work(0.2, 1, 1)]
+        >>> timing = SegmentTiming(5, 5, 0.25, False, Totals(), Totals(0.24, 5, 5), Totals())
+        >>> cleaned = without_outliers(timing, [], passes, [])
+        >>> round(cleaned.verify.seconds, 3), round(cleaned.seconds, 3)
+        (0.05, 0.06)
+    """
+    spent = timing.draft.seconds + timing.verify.seconds + timing.branch.seconds
+    loop = max(0.0, timing.seconds - spent)
+    before, passes, ahead = map(_typical, (draft, verify, branch))
+    forwards = before.seconds + passes.seconds + ahead.seconds
+    return timing._replace(seconds=forwards + min(loop, forwards), draft=before, verify=passes, branch=ahead)
+
+
+def _typical(rounds: Sequence[Work]) -> Totals:
+    """Return the totals with the time of an outlier replaced by the mean of the others."""
+    totals = Totals(0.0, sum(each.forwards for each in rounds), sum(each.positions for each in rounds))
+    rates = [each.seconds / each.forwards for each in rounds if each.forwards]
+    if not rates:
+        return Totals(sum(each.seconds for each in rounds), *totals[1:])
+    limit = OUTLIER * median(rates)
+    kept = [rate for rate in rates if rate <= limit]
+    return totals._replace(seconds=totals.forwards * sum(kept) / len(kept))
