@@ -5,8 +5,8 @@ number of rejection branches and of tree leaves, and whether the draft model run
 with `policy="auto"` is a sequence of *plan segments*: a number of rounds that follow one plan. Between two segments the
 plan may change; the text does not depend on it.
 
-The *planner knows* three things about a pair of models, kept in `Knowledge` from one generation to the next, and on disk
-from one process to the next:
+The *planner knows* three things about a pair of models. They are kept in `Knowledge` from one generation to the next,
+and on disk from one process to the next:
 
 - **costs per situation**: `StepCosts` are predicted from the sizes of the models for any batch size and length of
   context, and corrected by what the rounds of each situation took (`CostFactors`).

@@ -120,6 +120,10 @@ class Planner:
         choice, rounds = self._first_choice(), PLANNED_ROUNDS
         if self.key not in self.known.choices:
             rounds = FIRST_ROUNDS[self.captured]
+            if (
+                choice.plan.policy == "autoregressive" and not self.factors.draft
+            ):  # a draft gets one chance to show itself
+                yield from self._check(choice.plan)
         while True:
             plan, predicted, tokens_per_pass = choice
             rounds = min(rounds, CHECKED_ROUNDS) if self._check_is_due(plan) else rounds
@@ -127,10 +131,8 @@ class Planner:
             timing = yield segment
             due = self._learn(segment, timing)
             if self.speed is not None and self._check_is_due(plan):
-                check = PlanSegment(self._other(plan), CHECK_ROUNDS, False)
-                if not self._record(check, (yield check)):  # its stages had to be captured
-                    self._record(check, (yield check))
-                self.checks, due = self.checks + 1, True
+                yield from self._check(plan)
+                due = True
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
@@ -146,6 +148,13 @@ class Planner:
         return [text for text in self.known.texts.all() if text.candidates >= self.branches]
 
     # ---- what plain decoding would take, where that is uncertain
+
+    def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, None]:
+        """Follow plain decoding for a few rounds; for that plan itself, a draft."""
+        check = PlanSegment(self._other(plan), CHECK_ROUNDS, False)
+        if not self._record(check, (yield check)):  # its stages had to be captured
+            self._record(check, (yield check))
+        self.checks += 1
 
     def _check_is_due(self, plan: SpecBranchConfig) -> bool:
         """Return whether to compare the plan with plain decoding, or plain decoding with a draft.
