@@ -19,6 +19,7 @@ from .models import llama, prompt
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
+cpu_first_calls = importlib.import_module("cpu_first_calls")
 each_kernel = importlib.import_module("each_kernel")
 lab = importlib.import_module("lab")
 latency = importlib.import_module("latency")
@@ -167,6 +168,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
         (pass_time, ["--contexts", "16"]),
         (each_kernel, ["--tokens", "2", "--context", "16"]),
         (latency, ["--rounds-at", "20", "--repeat", "1", "--num-prompts", "1"]),
+        (cpu_first_calls, ["--busy", "1", "--pairs", "2", "--new-tokens", "8"]),
         (
             predictions,
             ["--methods", "autoregressive,vanilla-best,vanilla-stop,specbranch", "--sweep", "2"]

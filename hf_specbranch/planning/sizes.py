@@ -16,8 +16,8 @@ from .costs import StepCosts, interpolate
 # Captured stages on an H200: bytes per second, seconds per layer, the cost of each further token in a pass.
 GPU_BANDWIDTH, GPU_LAYER, GPU_TOKEN = 4.3e12, 3e-5, 0.005
 CPU_BANDWIDTH, CPU_LAYER, CPU_FORWARD = 1.5e10, 4e-4, 5e-4
-# How many times the pass over one token a pass over several takes, on a CPU. Products of more than eight rows run other
-# code, which is several times slower for narrow ones.
+# How many times the pass over one token a pass over several takes, on a CPU. Products of more than eight rows may
+# run other code: on an Arm machine such passes took three times as long.
 CPU_PASSES = ((1, 1.0), (2, 1.3), (8, 1.6), (9, 3.0), (64, 8.0))
 EAGER_TOKEN = 0.02  # on a GPU without captured stages
 
