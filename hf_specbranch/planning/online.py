@@ -120,9 +120,8 @@ class Planner:
         choice, rounds = self._first_choice(), PLANNED_ROUNDS
         if self.key not in self.known.choices:
             rounds = FIRST_ROUNDS[self.captured]
-            if (
-                choice.plan.policy == "autoregressive" and not self.factors.draft
-            ):  # a draft gets one chance to show itself
+            if choice.plan.policy == "autoregressive" and not self.factors.draft:
+                # One look at what the draft does.
                 yield from self._check(choice.plan)
         while True:
             plan, predicted, tokens_per_pass = choice
