@@ -42,6 +42,14 @@ def test_all_threads_are_tried_again(load):
     assert [threads_used() for _ in range(2 * busy.CALLS)] == [2] * 2 * busy.CALLS
 
 
+def test_threads_stay_few_while_they_have_to_wait(load):
+    load(1.0, 1.0)
+    for call in range(3 * busy.CALLS):
+        with busy.fewer_threads_if_busy(CPU):
+            assert torch.get_num_threads() == 2
+            load(2.0 + call, 1.2 + 0.2 * call)  # less than with all threads, but still
+
+
 @pytest.mark.parametrize("content", [None, "", "nonsense"])
 def test_without_a_scheduler_nothing_changes(load, content):
     if content is not None:

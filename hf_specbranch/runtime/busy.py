@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 WAITING = 0.2  # the share of its time that a thread waits for a core on a busy machine
+STILL_WAITING = 0.05  # the same with fewer threads
 FEWEST_SECONDS = 0.02  # of work and waiting, to judge by
 CALLS, MOST_CALLS = 4, 64  # calls with fewer threads, until all are tried again; doubled each time that goes wrong
 SCHEDULE = Path("/proc/thread-self/schedstat")
@@ -46,28 +47,29 @@ def fewer_threads_if_busy(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        _read()  # the time with fewer threads says nothing about all of them
+        if _waiting() > STILL_WAITING:  # all threads would have to wait much longer
+            _judgement.calls_left = max(1, _judgement.calls_left)
 
 
 def _is_busy() -> bool:
     """Return whether this thread had to wait for a core since the last reading, or lately."""
-    now = _judgement
-    (ran_before, waited_before), (ran, waited) = now.seen, _read()
+    now, waiting = _judgement, _waiting()
     if now.calls_left:
         now.calls_left -= 1
         return True
-    ran, waited = ran - ran_before, waited - waited_before
-    if ran + waited < FEWEST_SECONDS or waited < WAITING * (ran + waited):
+    if waiting < WAITING:
         return False
     now.calls_left, now.calls = now.calls - 1, min(2 * now.calls, MOST_CALLS)
     return True
 
 
-def _read() -> tuple[float, float]:
-    """Return the seconds that this thread has run and has waited for a core so far; remember them."""
+def _waiting() -> float:
+    """Return the share of its time that this thread has waited for a core since the last reading; 0 if unknown."""
     try:
         ran, waited = (int(number) / 1e9 for number in SCHEDULE.read_text().split()[:2])
     except (OSError, ValueError):
-        ran = waited = 0.0
+        return 0.0
+    ran_before, waited_before = _judgement.seen
     _judgement.seen = ran, waited
-    return ran, waited
+    ran, waited = ran - ran_before, waited - waited_before
+    return waited / (ran + waited) if ran + waited > FEWEST_SECONDS else 0.0
