@@ -21,10 +21,7 @@ from .knowledge import Knowledge, Situation
 from .simulate import predict
 
 FEWEST_ROUNDS = 4  # a shorter segment is not learned from
-FIRST_ROUNDS = {
-    True: 24,
-    False: 8,
-}  # until the first evaluation, where nothing is known; by whether stages are captured
+FIRST_ROUNDS = {True: 24, False: 8}  # by whether stages are captured: until the first evaluation of a new pair
 PLANNED_ROUNDS = 48  # until a chosen plan is checked for the first time; doubled after each check
 CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
