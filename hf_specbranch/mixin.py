@@ -28,6 +28,7 @@ from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
+from .decoding.warm_up import capture_stages
 from .heads.model import resolve_head
 from .model_state import draft_model, transformers_model
 from .padding_check import check_padded_batches
@@ -48,6 +49,7 @@ from .request import (
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
+from .warm_up import warm_up
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class SpecBranchMixin(GenerationMixin):
 
     specbranch_stats: SpecBranchStats | None = None
     _specbranch_memory: Attachment = Attachment()
+    warm_up_specbranch = warm_up
 
     @torch.no_grad()
     def generate(
@@ -160,7 +163,6 @@ class SpecBranchMixin(GenerationMixin):
     def _plain_generate(
         self, arguments: dict[str, Any], generator: torch.Generator | None, assistant: Any = None
     ) -> Any:
-        """Run transformers' own decoding."""
         with seeded_from(generator, cast(PreTrainedModel, self)):
             output = super().generate(assistant_model=assistant, **arguments)
         self.specbranch_stats = None  # a processor may have called `generate()` of this model meanwhile
@@ -231,6 +233,9 @@ class SpecBranchMixin(GenerationMixin):
             fills_cache=request.fills_cache,
             observer=request.observer,
         )
+        if request.warm_up is not None:
+            self.specbranch_stats = capture_stages(call, request.warm_up)
+            return input_ids
         try:
             if not bool(call.attention().all()):
                 check_padded_batches(model)
@@ -300,10 +305,7 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
 
 @contextmanager
 def attached_for_call(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Attach SpecBranch to a model and restore it afterwards; for `custom_generate`, which owns no model.
-
-    What was captured and measured is kept for the next call. Several calls may run at a time.
-    """
+    """Attach SpecBranch to a model for some calls, which may run at a time; for `custom_generate`, which owns no model."""
     with _TEMPORARY_CALLS:
         by_user = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.temporary_calls
         if not by_user and not isinstance(model, SpecBranchMixin):

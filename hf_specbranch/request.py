@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
 from .model_state import every_parameter, why_adapters_need_plain
+from .progress import Progress
 from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
 
@@ -109,6 +111,9 @@ def _is_filled_in(config: GenerationConfig | None) -> bool:
     return all(getattr(config, name, None) is not None for name, value in DEFAULTS.items() if value is not None)
 
 
+warming_up: ContextVar[Progress | None] = ContextVar("warming_up", default=None)
+
+
 @dataclass
 class Request:
     """What one `generate()` call asks of SpecBranch.
@@ -123,6 +128,8 @@ class Request:
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
     observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
+    # Capture all stages instead of generating, and report progress here.
+    warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
 
 
 def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:

@@ -178,7 +178,6 @@ def test_ctrl_c_ends_with_130(capsys, monkeypatch):
 # ---- warmup
 
 
-@pytest.mark.skipif(not hasattr(hf_specbranch.SpecBranchMixin, "warm_up_specbranch"), reason="not yet there")
 def test_warmup_prepares_and_reports():
     said = run("warmup", "--batch-sizes", "1,2", "--max-length", 64, "--device", "cpu", "--json")
     answer = json.loads(said.stdout)

@@ -19,6 +19,7 @@ from ..planning.online import Planner
 from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner
 from ..runtime.kv_cache import past_length
+from ..runtime.overlap import Overlap
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCH_SLOTS
 from ..runtime.static_buffers import Buffers
@@ -149,28 +150,43 @@ class Assembly:
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
+            is_captured=lambda plan: self._stages(plan) in self.runner.plans_run,
             remaining=lambda: self.stopper.max_length - max(text.lengths),
         )
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""
-        return sum(runner.graphs_captured for runner in self._runners)
+        return sum(runner.graphs_captured for runner in self.runners)
 
     def capture_seconds(self) -> float:
         """The time that captures have taken so far."""
-        return sum(runner.capture_seconds for runner in self._runners)
+        return sum(runner.capture_seconds for runner in self.runners)
 
     @property
-    def _runners(self) -> list[EagerRunner]:
+    def runners(self) -> list[EagerRunner]:
+        """The runner of the target, and that of the draft if there is one."""
         return [runner for runner in (self.runner, self.draft_runner) if runner is not None]
+
+    def overlap(self) -> Overlap:
+        """Return what runs draft and target at the same time."""
+        draft = self.draft_runner or self.runner
+        return Overlap(self.runner.device, draft.device, self.stats, inline=self.static_shapes)
 
     def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
         """Return these parts with a drafter for the plan."""
         policy = POLICIES[plan.policy]
+        self.runner.plans_run.add(self._stages(plan))
         if self.draft_runner is None or not policy.drafts:
             return parts._replace(drafter=NoDraft(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
         drafter = self._drafter(plan, self.draft_runner, parts)
         return parts._replace(drafter=drafter, accounting=Accounting(self.stats, drafter.depth))
+
+    def _stages(self, plan: SpecBranchConfig) -> Hashable:
+        """Name the stages of a plan: everything that makes them differ from those of another plan or call."""
+        policy, processors = POLICIES[plan.policy], tuple(map(signature, self.call.processors))
+        drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
+        drafts = (*drafting, plan.tree_leaves) if policy.drafts else ()
+        return plan.policy, drafts, self.samples, processors, self.capacity
 
     def observed(self, parts: Parts) -> Parts:
         """Return the parts as the caller's observer wraps them, if there is one."""

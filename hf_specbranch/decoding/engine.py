@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -81,7 +82,9 @@ def _continued(call: Call, text: Text) -> Call:
     return replace(call, input_ids=prompt, model_kwargs=kwargs, pause=None, ended=text.ended_rows(call.pause))
 
 
-def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
+@contextmanager
+def assembled(call: Call, stats: SpecBranchStats) -> Iterator[Assembly]:
+    """Provide the runners of a call and what is made of them; count what is captured meanwhile."""
     filled = call.attention().shape[1]
     recorder = Recorder(call.generation_config, call.rows, filled) if call.records else None
     with ExitStack() as runners:
@@ -94,16 +97,23 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
         further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
         assembly = Assembly(call, runner, draft_runner, further, recorder, stats)
         captured_before, seconds_before = assembly.captures(), assembly.capture_seconds()
-        parts = assembly.parts()
-        text, draft_device = parts.text, (draft_runner or runner).device
         try:
-            with Overlap(parts.target.device, draft_device, stats, inline=text.static_shapes) as overlap:
+            yield assembly
+        finally:
+            stats.graphs_captured += assembly.captures() - captured_before
+            stats.capture_seconds += assembly.capture_seconds() - seconds_before
+
+
+def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
+    with assembled(call, stats) as assembly:
+        parts = assembly.parts()
+        text = parts.text
+        try:
+            with assembly.overlap() as overlap:
                 follow = follow_plan if len(assembly.plans) == 1 else follow_planner
                 follow(assembly, parts, overlap)
         finally:
             stats.new_tokens += text.gained
-        stats.graphs_captured += assembly.captures() - captured_before
-        stats.capture_seconds += assembly.capture_seconds() - seconds_before
         stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
         if call.pause is None or all(text.ended_rows(call.pause)):
             if call.streamer is not None:

@@ -144,8 +144,8 @@ def attend_reference(
 
 
 def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """Return the number of splits: enough to fill the GPU twice, with at least one block each."""
-    return max(1, min(2 * multiprocessors(device) // programs, blocks, MOST_SPLITS))
+    """Return the number of splits: enough to fill the GPU, with at least one block each."""
+    return max(1, min(multiprocessors(device) // programs, blocks, MOST_SPLITS))
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -143,7 +143,7 @@ def tiles_for(size: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     if size <= 64:
         tiles = Tiles(128, 64, 4, 3)
     else:
-        tiles = Tiles(128, 128 if size <= 128 else 64, 8, 2)
+        tiles = Tiles(128, 128, 8, 3) if size <= 128 else Tiles(128, 64, 8, 2)
     row = power_of_two(size, 16) * dtype.itemsize  # bytes
     while (tiles.queries + 2 * tiles.stages * tiles.keys) * row > _shared_memory(device) and tiles.keys > 16:
         tiles = tiles._replace(stages=2) if tiles.stages > 2 else tiles._replace(keys=tiles.keys // 2)

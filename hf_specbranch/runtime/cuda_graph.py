@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote them, or through our kernels
 MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
 MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
-MOST_BUFFERS = 24  # settings whose static buffers and captured stages are kept; the least recently used go first
+MOST_BUFFERS = 64  # settings whose static buffers and captured stages are kept; the least recently used go first
 COLUMNS = 1 << 13  # the width of buffers that are indexed by column; four times as much for a longer text
 LIMIT = 1 << 17  # slots that addresses are reserved for; a longer text moves the cache, and graphs are captured again
 
@@ -145,6 +145,7 @@ class GraphRunner(EagerRunner):
             moved = super().reserve(rows, needed)
         if moved:
             self.captured.clear()
+            self.plans_run.clear()
             for buffers in self.buffers_by_settings.values():
                 buffers.graphs.clear()
             if self.device.type == "cuda":

@@ -1,0 +1,99 @@
+"""Warm-up: captures every stage that calls of one kind may need, before the first of them.
+
+A kind of call is a batch size, a longest text, and settings. Stages run on a text of no meaning, which is thrown away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from ..config import SpecBranchConfig
+from ..progress import Progress
+from ..runtime.eager import NOTHING, EagerRunner, round_up
+from ..runtime.overlap import Overlap
+from ..runtime.prefill import MOST, SIZES, STEP, fits_captured_prefill, prefill_captured, read_in_spare_slots
+from ..stats import SpecBranchStats
+from .assembly import Assembly
+from .call import Call
+from .engine import assembled, take_over
+from .loop import Parts, decode, read_prompt
+from .policies import POLICIES
+from .resolve import DraftTokens, Feedback, TreeLeaves
+
+ROUNDS = 2  # of each plan: the second has the result of the first
+
+
+def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
+    """Capture the stages of all plans that a call like this one may follow.
+
+    Where stages are not captured, this finds out what is found out once per model, and no more.
+
+    Args:
+        call: a call with a short prompt and the longest text.
+        progress: advanced by each plan.
+
+    Returns:
+        Statistics: how many graphs were captured, and the seconds that took.
+    """
+    stats = SpecBranchStats(policy=call.config.policy)
+    unending = [criterion for criterion in call.criteria if type(criterion) is MaxLengthCriteria]
+    with assembled(replace(call, criteria=unending, streamer=None), stats) as assembly:
+        if not assembly.static_shapes:
+            return stats
+        for runner in assembly.runners:
+            progress.doing(f"{call.rows} rows: prefill")
+            _prefill_all_sizes(runner, call.rows)
+        parts = assembly.parts()
+        feedback = read_prompt(parts)
+        with assembly.overlap() as overlap:
+            for plan in assembly.plans:
+                progress.doing(f"{call.rows} rows: {plan.policy}, length {plan.draft_length}")
+                for length in _lengths(assembly.runner, parts):
+                    _run(plan, length, assembly, parts, overlap, feedback)
+                progress.advance()
+        torch.cuda.synchronize(assembly.runner.device)
+        for runner in assembly.runners:
+            runner.remembered = NOTHING
+    return stats
+
+
+def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
+    sizes = SIZES if runner.takes_spans and rows == 1 else range(STEP, MOST + 1, STEP)
+    for size in sizes:
+        tokens = torch.zeros((rows, size), dtype=torch.long, device=runner.device)
+        if fits_captured_prefill(runner, tokens):
+            prefill_captured(runner, tokens, torch.zeros_like(tokens))
+    if rows == 1:  # the planner lets the draft read part of the text again
+        read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device))
+
+
+def _lengths(runner: EagerRunner, parts: Parts) -> list[int]:
+    """Return lengths of a text such that stages have run with all numbers of slots that they may be captured for."""
+    shortest, longest = parts.text.prompt_length + 1, parts.text.stopper.max_length
+    if runner.takes_spans:
+        return [shortest]
+    sizes = [1 << power for power in range(1, 32) if shortest < (1 << power) // 2 <= longest]
+    return [shortest, *(size // 2 + 1 for size in sizes if size > round_up(shortest) and size // 2 + 1 < longest)]
+
+
+def _run(
+    plan: SpecBranchConfig, length: int, assembly: Assembly, parts: Parts, overlap: Overlap, feedback: Feedback
+) -> None:
+    """Run the rounds of a plan on a text of this length, with every kind of result that a round may have."""
+    text, policy = parts.text, POLICIES[plan.policy]
+    text.lengths = [length] * len(text.lengths)
+    text.length.fill_(length)
+    parts = assembly.with_drafter(plan, parts)
+    overlap.enabled = plan.overlap and policy.drafts_ahead
+    feedback = decode(parts, overlap, take_over(parts, feedback), range(ROUNDS))
+    if policy.drafts_ahead:
+        for moved, draft_ended in product((False, True), repeat=2):
+            parts.drafter.propose(feedback._replace(moved=moved, draft_ended=draft_ended), text.reach)
+    if plan.tree_leaves:  # when another plan takes over, a leaf may have to be read again
+        none = text.ids[:, :0]
+        parts.target.verify(DraftTokens(none, text.length, leaves=TreeLeaves(none, none)))
+    overlap.take()
