@@ -305,7 +305,7 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
 
 @contextmanager
 def attached_for_call(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Attach SpecBranch to a model for some calls, which may run at a time; for `custom_generate`, which owns no model."""
+    """Attach SpecBranch to a model for calls that may run at a time; for `custom_generate`, which owns no model."""
     with _TEMPORARY_CALLS:
         by_user = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.temporary_calls
         if not by_user and not isinstance(model, SpecBranchMixin):

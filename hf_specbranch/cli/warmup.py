@@ -23,9 +23,9 @@ def warmup(
     threads: options.Threads = 0,
     as_json: options.Json = False,
 ) -> None:
-    """Build GPU kernels and learn step costs for a pair, and keep them on disk: later processes start quickly.
+    """Build the GPU kernels of a pair and keep them on disk: later processes start quickly.
 
-    What is kept: built kernels, autotuned matrix products and step costs, per kind of GPU and pair. Run it once on a
+    What is kept: built kernels and autotuned matrix products, per kind of GPU. Run it once on a
     new machine, or when an image is built. CUDA graphs live in a process and are not kept; a server captures them at
     its start with model.warm_up_specbranch().
 
