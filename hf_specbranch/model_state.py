@@ -26,6 +26,7 @@ class ModelState:
         kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
             (`runtime.self_check.KernelUse`).
         kernel_recipe: which modules our kernels replace, and how (`kernels.fuse`).
+        kernel_lock: held while a thread runs the model through our kernels.
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
         num_parameters: counted once, since that takes a millisecond.
@@ -37,6 +38,7 @@ class ModelState:
     sync_reason: str | None = None
     kernel_check: tuple[int, str] | None = None
     kernel_recipe: Any = None
+    kernel_lock: Any = field(default_factory=RLock)
     idle_runners: list[Any] = field(default_factory=list)
     warned_eager: str = ""
     num_parameters: int | None = None

@@ -36,13 +36,13 @@ def read(monkeypatch, static_stages):
     """The lengths of prompts that a target has prefilled through a captured pass, in order, with shorter steps."""
     monkeypatch.setattr(prefill, "STEP", 64)
     monkeypatch.setattr(prefill, "MOST", 512)
-    lengths, original = [], target_module.prefill_captured
+    lengths, original = [], target_module.prefill
 
     def observer(runner, tokens, *more):
         lengths.append(tokens.shape[1])
         return original(runner, tokens, *more)
 
-    monkeypatch.setattr(target_module, "prefill_captured", observer)
+    monkeypatch.setattr(target_module, "prefill", observer)
     return lengths
 
 
@@ -162,7 +162,8 @@ def test_reading_in_spare_slots_keeps_the_cache(length, read, pair):
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
-    prefill.prefill_captured(runner, text, torch.arange(200)[None])  # padding has no positions of its own
+    first = torch.zeros((1, 1), dtype=torch.long)
+    prefill.prefill(runner, text, torch.arange(200)[None], first)  # padding has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
     other = tokens(length)
@@ -172,7 +173,7 @@ def test_reading_in_spare_slots_keeps_the_cache(length, read, pair):
     assert not prefill.can_read_in_spare_slots(runner, tokens(65), used=0)
     with torch.no_grad():
         torch.testing.assert_close(
-            prefill.read_in_spare_slots(runner, other), draft(other).logits, atol=1e-5, rtol=1e-5
+            prefill.read_in_spare_slots(runner, other, 1), draft(other).logits, atol=1e-5, rtol=1e-5
         )
     assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
 
@@ -196,7 +197,7 @@ def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
     monkeypatch.setattr(
         assembly_module,
         "read_in_spare_slots",
-        lambda runner, text: (texts.append(text), prefill.read_in_spare_slots(runner, text))[1],
+        lambda runner, text, rows: (texts.append(text), prefill.read_in_spare_slots(runner, text, rows))[1],
     )
     kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())

@@ -127,8 +127,9 @@ class Assembly:
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
-        if self.static_shapes and self.call.rows == 1 and can_read_in_spare_slots(draft, ids, length + BRANCH_SLOTS):
-            logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1))
+        used = max(text.lengths) + BRANCH_SLOTS
+        if self.static_shapes and can_read_in_spare_slots(draft, ids, used):
+            logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1), self.call.rows)
             return [agreement_from_logits(logits, ids, before, candidates, temperature)]
         return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
 
@@ -241,9 +242,9 @@ class Assembly:
 
     def _target(self, buffers: Buffers, text: Text) -> Target:
         call, runner = self.call, self.runner
-        past = call.past
-        if past is not None and past_length(past) > 0:
-            runner.cache.load(past)
+        cached = 0 if call.past is None else past_length(call.past)
+        if call.past is not None and cached:
+            runner.cache.load(call.past)
         kwargs = {**call.model_kwargs, "past_key_values": runner.cache}
         wanted = ("output_attentions", "output_hidden_states")
         outputs = {name: True for name in wanted if call.model_kwargs.get(name)}
@@ -258,10 +259,11 @@ class Assembly:
         axes = None
         if next_position is not None and next_position.ndim == 3:
             axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
+        tokens_alone = self.static_shapes and call.is_tokens_alone(self.attention, runner.takes_spans)
         return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats, self.static_shapes and call.is_tokens_alone(self.attention),
-            self.further, axes, self.in_triton, call.config.prefix_reuse,
+            self.given.feature_layers, self.stats, tokens_alone, self.further, axes, self.in_triton,
+            call.config.prefix_reuse and not cached,
         )  # fmt: skip
 
     def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:

@@ -147,20 +147,28 @@ class Call:
             return -(~attention).sum(1)
         return next_position[:, 0].expand(self.rows) - attention.shape[1]
 
-    def is_tokens_alone(self, attention: Tensor) -> bool:
-        """Whether all the target is to read are the tokens of the prompt, one after the other, none of them padding.
+    def is_tokens_alone(self, attention: Tensor, by_spans: bool) -> bool:
+        """Whether all the target is to read are the tokens of the prompt, one after the other.
 
         Then it may read them in any way; otherwise only the model's own generation path knows how.
+
+        Args:
+            attention: [B, filled], see `attention()`.
+            by_spans: spans say what tokens see. Then there may be padding on the left, and the beginning of the prompt
+                may be in the cache.
         """
         given = {name for name, value in self.model_kwargs.items() if value is not None and value is not False}
         model, length = type(self.model), self.input_ids.shape[1]
-        if given - USUAL_INPUTS or attention.shape[1] != length or (self.past is not None and past_length(self.past)):
+        cached = 0 if self.past is None else past_length(self.past)
+        if given - USUAL_INPUTS or attention.shape[1] != length or (cached and not (by_spans and cached < length)):
             return False
         if any(getattr(model, name) is not getattr(GenerationMixin, name) for name in OWN_WAYS):
             return False
         positions: Tensor | None = self.model_kwargs.get("position_ids")
         if positions is not None:
-            usual = torch.arange(length, dtype=positions.dtype, device=positions.device)
-            if not torch.equal(positions, usual.expand(*positions.shape[:-1], -1)):
+            count = positions.shape[-1]  # of the last tokens
+            padding = (~attention).sum(1, keepdim=True).to(positions.dtype)
+            usual = torch.arange(length - count, length, dtype=positions.dtype, device=positions.device) - padding
+            if not bool(((positions == usual) | ~attention[:, length - count :]).all()):
                 return False
-        return bool(attention.all())
+        return by_spans or bool(attention.all())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
 from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
-from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.prefill import can_prefill, prefill
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScorer, can_guide
@@ -72,8 +72,8 @@ class DraftModel:
         if mask is None and self.guide is None and tokens.shape[0] == 1:
             self.runner.remembered = Remembered(tokens[0].tolist())
             start = remembered.common_prefix(self.runner.remembered.tokens)
-        if self.buffers.static_shapes and mask is None and fits_captured_prefill(self.runner, tokens):
-            prefill_captured(self.runner, self.own_tokens(tokens), self.positions, start)
+        if self.buffers.static_shapes and can_prefill(self.runner, tokens, padded=mask is not None):
+            prefill(self.runner, self.own_tokens(tokens), self.positions, self.first, start)
             return
         if start > 0:
             self._read(tokens, start)

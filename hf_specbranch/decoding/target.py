@@ -13,7 +13,7 @@ from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
 from ..request import FallBack
 from ..runtime.base import Step
 from ..runtime.eager import NOTHING, EagerRunner, leading_padding, make_spans
-from ..runtime.prefill import fits_captured_prefill, prefill_captured
+from ..runtime.prefill import can_prefill, prefill
 from ..runtime.prefix_reuse import remember, reusable_tokens
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
@@ -39,7 +39,8 @@ class Target:
         outputs: what else the forward must return, e.g. `{"output_hidden_states": True}`.
         feature_layers: the hidden states that hooks want to read.
         stats: where to count.
-        tokens_alone: the prompt is nothing but tokens, without padding, and may be read in any way.
+        tokens_alone: stages are captured, and the prompt is nothing but tokens that may be read in any way. What is in
+            the cache is the beginning of the text.
         further: what else the forward is given after the prompt.
         axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
         in_triton: make the inputs of a pass in one kernel.
@@ -92,10 +93,12 @@ class Target:
         """Read the prompt; logits [B, 1, V] for the first new token."""
         self._count()
         prompt = self.text.ids[:, : self.text.prompt_length]
-        if self.buffers.static_shapes and self.tokens_alone and fits_captured_prefill(self.runner, prompt):
+        if self.tokens_alone and can_prefill(self.runner, prompt, padded=bool(self.first.any())):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            self.stats.reused_tokens += (start := self._reusable_tokens(prompt))
-            logits = prefill_captured(self.runner, prompt, positions, start)
+            start = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
+            if not start:
+                self.stats.reused_tokens += (start := self._reusable_tokens(prompt))
+            logits = prefill(self.runner, prompt, positions, self.first, start)
             return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))

@@ -15,7 +15,7 @@ from ..config import SpecBranchConfig
 from ..progress import Progress
 from ..runtime.eager import NOTHING, EagerRunner, round_up
 from ..runtime.overlap import Overlap
-from ..runtime.prefill import MOST, SIZES, STEP, fits_captured_prefill, prefill_captured, read_in_spare_slots
+from ..runtime.prefill import MOST, SIZES, STEP, can_prefill, prefill, read_in_spare_slots
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
@@ -62,13 +62,12 @@ def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
 
 
 def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
-    sizes = SIZES if runner.takes_spans and rows == 1 else range(STEP, MOST + 1, STEP)
-    for size in sizes:
+    for size in SIZES if runner.takes_spans and rows == 1 else range(STEP, MOST // rows + 1, STEP):
         tokens = torch.zeros((rows, size), dtype=torch.long, device=runner.device)
-        if fits_captured_prefill(runner, tokens):
-            prefill_captured(runner, tokens, torch.zeros_like(tokens))
-    if rows == 1:  # the planner lets the draft read part of the text again
-        read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device))
+        if can_prefill(runner, tokens, padded=False):
+            prefill(runner, tokens, torch.zeros_like(tokens), tokens[:, :1])
+    # The planner lets the draft read part of the text again.
+    read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device), rows)
 
 
 def _lengths(runner: EagerRunner, parts: Parts) -> list[int]:

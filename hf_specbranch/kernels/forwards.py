@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -234,9 +235,20 @@ def split_graph(split: Callable[[], None]) -> Iterator[None]:
         _splitter.reset(before)
 
 
+class ThreadForward:
+    """Takes the place of a module's `forward`: ours in the thread that runs the kernels, the module's own in others."""
+
+    def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        self.ours, self.own, self.thread = ours, module.forward, get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.ours if get_ident() == self.thread else self.own)(*args, **kwargs)
+
+
 def is_replaced(module: nn.Module, kind: type) -> bool:
     """Return whether a module runs through a replacement of this kind. If not, it needs whole products."""
-    return isinstance(vars(module).get("forward"), kind)
+    forward = vars(module).get("forward")
+    return isinstance(forward, ThreadForward) and isinstance(forward.ours, kind)
 
 
 def epsilon(norm: Any) -> float:

@@ -25,6 +25,7 @@ from .forwards import (
     MlpForward,
     NormForward,
     Shared,
+    ThreadForward,
     attention_inputs,
     mlp_inputs,
 )
@@ -96,7 +97,8 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     Modules are recognised by their structure, and each replacement is checked once against the module's own forward.
     What is not recognised runs as it is. Afterwards, also after an exception, the model is exactly as before. Enter
-    the context outside of a graph capture: the first time runs the model.
+    the context outside of a graph capture: the first time runs the model. One thread at a time runs a model through
+    the kernels; in other threads it runs its own code meanwhile.
 
     Args:
         model: the model; `fuse` it first, or q, k and v are separate products.
@@ -113,10 +115,11 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         return
     register()
     config = model.config.get_text_config(decoder=True)
-    original = original_attention(config)
-    recipe = _recipe(model, original)
-    recipe.shared.weights = _weights(model, recipe.readers)
     with ExitStack() as stack:
+        stack.enter_context(state_of(model).kernel_lock)
+        original = original_attention(config)
+        recipe = _recipe(model, original)
+        recipe.shared.weights = _weights(model, recipe.readers)
         stack.callback(setattr, recipe.shared, "weights", {})
         one_pass.begin()
         stack.callback(one_pass.end)
@@ -126,7 +129,7 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if recipe.attention != original:
             stack.enter_context(override_attention(config, recipe.attention))
         for module, forward in list(_valid(model, recipe)):  # all are examined before the first is changed
-            module.forward = forward
+            module.forward = ThreadForward(module, forward)
             stack.callback(module.__dict__.pop, "forward", None)
         yield model
 
@@ -142,7 +145,8 @@ def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] =
     if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in every_module(model)):
         return False  # under autocast the model runs its own code
     config = model.config.get_text_config(decoder=True)
-    replacements = _valid(model, _recipe(model, original_attention(config), passes))
+    with state_of(model).kernel_lock:
+        replacements = list(_valid(model, _recipe(model, original_attention(config), passes)))
     return _replaces_all_attention(model, (replacement for _, replacement in replacements))
 
 

@@ -169,7 +169,7 @@ class Planner:
         if self.checks:
             return self.checks == 1 and surprising and len(samples) < CHECKS
         later = not self.captured and self.known.generations % CHECK_EVERY == CHECK_EVERY - 1
-        return later or len(samples) < (CHECKS if drafts else 1)
+        return later or len(samples) < (CHECKS if drafts and not self.captured else 1)
 
     def _other(self, plan: SpecBranchConfig) -> SpecBranchConfig:
         """Return the plan without a draft; for that plan itself, the one with the narrowest passes over a draft."""

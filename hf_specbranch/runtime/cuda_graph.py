@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
+from threading import Lock, get_ident
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -30,6 +31,7 @@ from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
 
+_sync_mode = Lock()  # torch's mode of warning about synchronisation is the same for all threads
 Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote them, or through our kernels
 MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
 MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
@@ -256,15 +258,25 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
 
 
 def _why_it_syncs(forward: Callable[[], object]) -> str:
-    mode = torch.cuda.get_sync_debug_mode()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        forward()
-        return ""
-    except RuntimeError as error:
-        return f"its forward cannot be captured ({str(error).splitlines()[0]})"
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    """Run a forward while torch warns of synchronisation. The mode holds for all threads; only this one counts."""
+    this_thread, syncs = get_ident(), list[str]()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        if get_ident() == this_thread and "synchroniz" in str(message):
+            syncs.append(str(message).splitlines()[0])
+
+    with _sync_mode, warnings.catch_warnings():
+        mode = torch.cuda.get_sync_debug_mode()
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            forward()
+        except RuntimeError as error:
+            syncs.append(str(error).splitlines()[0])
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return f"its forward cannot be captured ({syncs[0]})" if syncs else ""
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:

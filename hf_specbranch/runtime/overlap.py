@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 
 from ..stats import SpecBranchStats
+from .streams import side_stream
 
 Result = TypeVar("Result")
 Span = tuple[float, float]
@@ -84,9 +85,9 @@ class Overlap:
         self.inline, self.enabled, self.stats = inline, enabled, stats or SpecBranchStats()
         self.stream = self.draft_stream = None
         if target.type == "cuda":
-            self.stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+            self.stream = side_stream(target)
         if draft.type == "cuda":
-            self.draft_stream = torch.cuda.Stream(draft, priority=-1)  # type: ignore[no-untyped-call]
+            self.draft_stream = side_stream(draft, priority=-1)
         self.device = draft
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")

@@ -1,7 +1,8 @@
 """Prefill through captured passes.
 
 Python launches the kernels of an eager pass one by one. For a short text that takes longer than to compute them. So a
-text is read in passes of few sizes, each of which is captured once. Only the first pass may have padding.
+text is read in passes of few sizes, each of which is captured once. Only the first pass may have padding. Long texts of
+several rows are read in passes that are not captured, through the same kernels.
 """
 
 from __future__ import annotations
@@ -17,33 +18,46 @@ from .eager import EagerRunner, make_spans
 # With a 7B model on an H200, the first token after a prompt of 129 tokens takes 22 ms if the prompt is padded to 256
 # tokens (28 ms to 512, 36 ms to 1,024). After a prompt of 1,000 tokens it takes 32 ms (58 ms if kernels are launched
 # one by one).
-STEP, MOST = 256, 1024  # without spans, a text is read in one pass: a multiple of STEP tokens, up to MOST
-SIZES = 256, 512, 1024  # with spans, passes have these sizes
+STEP, MOST = 256, 1024  # a short text is read in one pass: a multiple of STEP tokens, with all rows up to MOST
+SIZES = 256, 512, 1024  # the sizes of passes over one row, under spans
+LONG_PASS = 8192  # tokens of all rows in a pass that is not captured; such a pass is limited by the device
 
 
-def fits_captured_prefill(runner: EagerRunner, tokens: Tensor) -> bool:
-    """Return whether a text [B, P] can be read in captured passes. Padding counts, and so do all rows."""
-    rows, length = tokens.shape
-    if length == 0:
-        return False
-    return (runner.takes_spans and rows == 1) or rows * padded_length(length) <= MOST
+def can_prefill(runner: EagerRunner, tokens: Tensor, padded: bool) -> bool:
+    """Return whether `prefill` can read a text [B, P], with padding on the left or without."""
+    if runner.takes_spans:
+        return tokens.shape[1] > 0
+    return not padded and tokens.shape[1] > 0 and _fits_one_pass(tokens)
 
 
-def prefill_captured(runner: EagerRunner, tokens: Tensor, positions: Tensor, start: int = 0) -> Tensor:
-    """Prefill a text, token `i` into slot `i`. Return logits [B, 1, V] after its last token.
+def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int = 0) -> Tensor:
+    """Read a text, token `i` into slot `i`. Return logits [B, 1, V] after its last token.
 
     Args:
         runner: the model and its cache.
-        tokens: [B, P] without padding.
+        tokens: [B, P].
         positions: [B, P or more] positions of the tokens in the slots.
+        first: [B, 1] the first slot that is not padding.
         start: how many tokens have their keys and values in the cache already.
     """
     rows, length = tokens.shape
-    in_one = [(padded_length(length - start), length - start)]
-    for size, count in passes(length - start) if runner.takes_spans and rows == 1 else in_one:
-        logits = _read(runner, tokens[:, start : start + count], positions, start, size)
+    left = length - start
+    if rows == 1 and runner.takes_spans:
+        sizes = passes(left)
+    elif _fits_one_pass(tokens[:, start:]):
+        sizes = iter([(padded_length(left), left)])
+    else:
+        columns = max(1, LONG_PASS // rows)
+        sizes = ((min(columns, left - begin),) * 2 for begin in range(0, left, columns))
+    for size, count in sizes:
+        logits = _read(runner, tokens[:, start : start + count], positions, first, start, size)
         start += count
     return logits
+
+
+def _fits_one_pass(tokens: Tensor) -> bool:
+    """Return whether a captured pass can read tokens [B, N], padded to a multiple of STEP."""
+    return tokens.shape[0] * padded_length(tokens.shape[1]) <= MOST
 
 
 def passes(count: int) -> Iterator[tuple[int, int]]:
@@ -60,7 +74,7 @@ def passes(count: int) -> Iterator[tuple[int, int]]:
         yield SIZES[-1], SIZES[-1]
 
 
-def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, start: int, size: int) -> Tensor:
+def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int, size: int) -> Tensor:
     """Read tokens [B, N] into the slots from `start` on, in one pass of `size` tokens; return the last logits.
 
     Padding goes before the text, so that the last token of the text is always the last of the pass. The padding is
@@ -74,9 +88,10 @@ def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, start: int, si
         :, slots[0].clamp(max=start + count - 1)
     ]  # padding repeats the last: a later one may not exist
     seen = torch.ones((rows, start + size), dtype=torch.bool, device=tokens.device)
-    visible = runner.visible(make_spans(torch.zeros_like(slots), slots + 1), start + size, seen)
+    visible = runner.visible(make_spans(first, slots + 1), start + size, seen)
     tokens = pad(tokens, (size - count, 0))
-    return runner.forward(tokens, positions, slots, visible, **runner.last_logits_only).logits[:, -1:]
+    forward = runner.forward if rows * size <= MOST else runner.forward_uncaptured
+    return forward(tokens, positions, slots, visible, **runner.last_logits_only).logits[:, -1:]
 
 
 def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
@@ -84,19 +99,20 @@ def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> b
     return tokens.shape[1] <= STEP <= runner.cache.address.capacity - used
 
 
-def read_in_spare_slots(runner: EagerRunner, tokens: Tensor) -> Tensor:
+def read_in_spare_slots(runner: EagerRunner, tokens: Tensor, rows: int) -> Tensor:
     """Return logits [1, L, V] after each token of a text [1, L] of at most `STEP` tokens.
 
-    Its keys and values go to the last slots of the cache, so a generation under way is not disturbed.
+    Its keys and values go to the last slots of the cache, so a generation under way is not disturbed. All `rows` of the
+    cache read it, because a captured pass has no other size.
     """
     length, capacity = tokens.shape[1], runner.cache.address.capacity
-    order = torch.arange(STEP, device=tokens.device)[None]
+    order = torch.arange(STEP, device=tokens.device).expand(rows, -1)
     slots = capacity - STEP + order
-    seen = torch.ones((1, capacity), dtype=torch.bool, device=tokens.device)
+    seen = torch.ones((rows, capacity), dtype=torch.bool, device=tokens.device)
     visible = runner.visible(make_spans(slots[:, :1], slots + 1), capacity, seen)
     positions = order if runner.position_limit is None else order.clamp(max=runner.position_limit - 1)
-    tokens = pad(tokens, (0, STEP - length))
-    return runner.forward(tokens, positions, slots, visible).logits[:, :length]
+    tokens = pad(tokens, (0, STEP - length)).expand(rows, -1)
+    return runner.forward(tokens, positions, slots, visible).logits[:1, :length]
 
 
 def padded_length(length: int) -> int:

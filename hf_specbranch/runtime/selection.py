@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
+from ..kernels.forwards import ThreadForward
 from ..model_state import adapter_state, every_module, every_parameter, has_adapters, state_of
 from . import cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker
@@ -104,17 +105,18 @@ def why_not_captured(model: PreTrainedModel) -> str:
 
 
 def _has_foreign_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module has hooks or a replaced forward that do not come from transformers.
+    """Return whether a module has hooks or a replaced forward that come neither from transformers nor from us.
 
     transformers collects hidden states with hooks, which stay once a model has returned some. They do not count,
     since a capture records what they collect.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return "forward" in module.__dict__ or any(not _is_from_transformers(hook) for hook in hooks)
+    replaced = "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], ThreadForward)
+    return replaced or any(not _is_harmless(hook) for hook in hooks)
 
 
-def _is_from_transformers(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+def _is_harmless(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("transformers.", "hf_specbranch."))
 
 
 def release(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import build_in_parallel
 from ..kernels.forwards import split_graph
+from .streams import capture_stream
 from .virtual_memory import postpone_unmapping
 
 _serials = count()
@@ -96,7 +97,7 @@ class GraphMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = capture_stream(device, self)
         self.captures = 0  # stages and forwards captured so far
         self.seconds = 0.0  # time that this took on the host, the first run of each stage included
         self.renew()
