@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_specbranch import machine
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import store
 from hf_specbranch.planning.knowledge import Knowledge, Situation, knowledge_of
@@ -20,7 +21,7 @@ RUN = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": None}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "plans"))
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path))
     return tmp_path / "plans"
 
 
@@ -58,7 +59,7 @@ def test_another_process_reads_it(folder):
         "import torch; torch.set_num_threads(1); from tests.test_plan_store import *; model, draft = model_pair(); "
         "print(len(knowledge_of(model, draft).texts.all()))"
     )
-    environment = {**os.environ, store.VARIABLE: str(folder)}
+    environment = {**os.environ, machine.VARIABLE: str(folder.parent)}
     # tests/conftest.py is not imported there.
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) == len(known.texts.all()) > 0
@@ -129,7 +130,7 @@ def test_file_of_another_version_is_ignored(folder, monkeypatch):
 
 def test_folder_that_cannot_be_written_is_silent(tmp_path, monkeypatch, recwarn):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "plans"))
+    monkeypatch.setenv(machine.VARIABLE, str(tmp_path / "file" / "plans"))
     model, draft = model_pair()
     expected = llama(seed=0).generate(**prompt(), **RUN)
     assert torch.equal(model.generate(**prompt(), **RUN, assistant_model=draft), expected)
@@ -138,7 +139,7 @@ def test_folder_that_cannot_be_written_is_silent(tmp_path, monkeypatch, recwarn)
 
 @pytest.mark.parametrize("value", ["off", "0", ""])
 def test_nothing_is_kept_when_switched_off(monkeypatch, value):
-    monkeypatch.setenv(store.VARIABLE, value)
+    monkeypatch.setenv(machine.VARIABLE, value)
     model, draft = model_pair()
     assert learn(model, draft).file is None
 

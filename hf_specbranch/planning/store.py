@@ -15,35 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
-import tempfile
-from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
+
+from ..machine import device_name, folder, sample_of, shapes_of, versions, write_whole
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-VARIABLE = "HF_SPECBRANCH_CACHE"
 MOST_PAIRS = 8  # digests of weights that are kept per file
-SAMPLED_WEIGHTS, SAMPLED_VALUES = 8, 64  # parameters of a model that its digest reads, and values of each
 
 Entries = dict[str, Any]  # ready for JSON
-
-
-def folder() -> Path | None:
-    """Return the folder of all files, or None if nothing is kept."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        return Path(HF_HOME) / "hf_specbranch" / "plans"
-    return None if named.lower() in ("", "0", "off") else Path(named)
 
 
 class PairFile:
@@ -84,17 +68,7 @@ class PairFile:
         pairs[self.weights] = entries
         for oldest in list(pairs)[:-MOST_PAIRS]:
             del pairs[oldest]
-        name = None
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.directory, suffix=".tmp", delete=False) as file:
-                name = file.name
-                file.write(json.dumps({"machine": self.machine, "costs": costs, "pairs": pairs}))
-            os.replace(name, self.path)
-        except OSError as error:
-            logger.debug("what the planner learned is not kept on disk: %s", error)
-            if name is not None:
-                Path(name).unlink(missing_ok=True)
+        write_whole(self.path, json.dumps({"machine": self.machine, "costs": costs, "pairs": pairs}))
 
     def _read(self) -> Entries:
         """Return the content of the file, if it is what this version writes."""
@@ -111,55 +85,18 @@ class PairFile:
 
 def file_of(target: PreTrainedModel, draft: PreTrainedModel) -> PairFile | None:
     """Return the file of a pair; None if nothing is kept, or for weights that cannot be read."""
-    directory = folder()
+    directory = folder("plans")
     if directory is None:
         return None
     try:
-        weights = hashlib.sha256(_sample(target) + _sample(draft)).hexdigest()[:24]
+        weights = hashlib.sha256(sample_of(target) + sample_of(draft)).hexdigest()[:24]
         machine = {
-            "devices": [_device_name(model.device) for model in (target, draft)],
-            "versions": _versions(),
-            "target": _shapes(target),
-            "draft": _shapes(draft),
+            "devices": [device_name(model.device) for model in (target, draft)],
+            "versions": versions(),
+            "target": shapes_of(target),
+            "draft": shapes_of(draft),
         }
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # quantised or meta weights, say
         logger.debug("what the planner learns of this pair is not kept on disk: %s", error)
         return None
     return PairFile(directory, machine, weights)
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what step costs depend on: shapes and dtypes of all weights, and the attention implementation."""
-    weights = [(tuple(weight.shape), str(weight.dtype)) for weight in model.parameters()]
-    digest = hashlib.sha256(repr(weights).encode()).hexdigest()[:16]
-    attention = str(getattr(model.config, "_attn_implementation", ""))
-    return {"class": type(model).__name__, "weights": digest, "attention": attention}
-
-
-def _sample(model: PreTrainedModel) -> bytes:
-    """Return some values of some weights. Fine-tunes differ in them; reading all weights would take too long."""
-    weights = list(model.parameters())
-    some = weights[:: max(1, len(weights) // SAMPLED_WEIGHTS)]
-    values = [weight.detach().reshape(-1)[:SAMPLED_VALUES].to(torch.float32) for weight in some]
-    return b"".join(value.cpu().numpy().tobytes() for value in values)
-
-
-@lru_cache
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except (OSError, IndexError):
-        named = []
-    return f"{device.type}: {named[0] if named else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-@lru_cache
-def _versions() -> dict[str, str]:
-    try:
-        ours = metadata.version("hf_specbranch")
-    except metadata.PackageNotFoundError:
-        ours = "source"
-    return {"hf_specbranch": ours, "torch": str(torch.__version__), "transformers": transformers.__version__}

@@ -26,6 +26,7 @@ from ..model_state import every_buffer, every_module, every_parameter, state_of
 from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
+from .kept_checks import load_check, save_check
 from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
@@ -228,7 +229,11 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
         runner = GraphRunner(model, masks, "fused", takes_spans=True)
         runner.reserve(rows, SMALLEST)
         logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
-        state.kernel_check = now, check_kernels(model, masks)
+        if (kept := load_check(model, "kernels")) is None:
+            kept = check_kernels(model, masks)
+            if kept != "none":
+                save_check(model, "kernels", kept)
+        state.kernel_check = now, kept
     return "plain" if state.kernel_check[1] == "none" else "fused"
 
 
@@ -238,6 +243,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
     A forward that waits for the device (for example to route tokens to experts) cannot be part of a CUDA graph.
     """
     state = state_of(model)
+    if state.sync_reason is None and load_check(model, "syncs") is False:
+        state.sync_reason = ""
     if state.sync_reason is None:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         runner = EagerRunner(model, masks)
@@ -253,6 +260,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
                 reason = _why_it_syncs(forward)
         if reason:
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
+        else:
+            save_check(model, "syncs", False)
         state.sync_reason = reason
     return state.sync_reason
 

@@ -26,6 +26,7 @@ from ..kernels.backend import HALF_PRECISION
 from ..kernels.module_check import evaluating
 from ..model_state import adapter_state, state_of
 from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds, quiet_arguments
+from .kept_checks import load_check, save_check
 
 CONTEXT = 4  # tokens before the queries; the last two are copied to a far and to a near slot for each query
 REFERENCES = 4  # queries whose logits are compared with an ordinary run
@@ -63,9 +64,12 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
     makers, key = state_of(model).mask_makers, (adapter_state(model), model.dtype, attention)
+    if key not in makers and isinstance(kept := load_check(model, "masks_by_layer_type"), bool):
+        makers[key] = MaskMaker(model, kept)
     if key not in makers:
         with torch.no_grad(), evaluating(model):
             makers[key] = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types")))
+        save_check(model, "masks_by_layer_type", makers[key].by_layer_type)
     maker: MaskMaker = makers[key]
     return maker
 

@@ -1,0 +1,78 @@
+"""Keeps on disk how a model passed its checks, so that a new process need not repeat them.
+
+The checks (`mask_probe`, `self_check`) find out how the code of a model treats masks, and whether our kernels compute
+the same. That depends on code, shapes and devices: on the versions of all libraries, the files of this package, the
+model's classes and config, its shapes, dtypes and attention. All of these are in the name of the file, and some values
+of the weights as well. Only results that a check has found right are kept, and only for models whose code is part of
+transformers: code from elsewhere may change under the same name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..kernels.attention_interface import original_attention
+from ..kernels.backend import triton
+from ..machine import device_name, folder, sample_of, shapes_of, versions, write_whole
+from ..model_state import every_module, has_adapters
+
+KNOWN_CODE = ("torch.", "transformers.")
+
+
+def load_check(model: PreTrainedModel, name: str) -> Any:
+    """Return the result of a check that this model has passed in an earlier process, or None."""
+    path = _file_of(model)
+    return None if path is None else _read(path).get(name)
+
+
+def save_check(model: PreTrainedModel, name: str, result: Any) -> None:
+    """Keep the result of a check that a model has passed."""
+    path = _file_of(model)
+    if path is not None:
+        write_whole(path, json.dumps({**_read(path), name: result}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _file_of(model: PreTrainedModel) -> Path | None:
+    directory = folder("checks")
+    if directory is None or model.device.type != "cuda" or has_adapters(model):
+        return None
+    if not all(_is_known(module) for module in every_module(model)):
+        return None
+    try:
+        attention = original_attention(model.config.get_text_config(decoder=True))
+        about = [
+            device_name(model.device), versions(), str(getattr(triton, "__version__", "")), _our_files(),
+            shapes_of(model), attention, model.config.to_json_string(use_diff=False),
+            hashlib.sha256(sample_of(model)).hexdigest(),
+        ]  # fmt: skip
+        return directory / (hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32] + ".json")
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # quantised weights, or an odd config
+        return None
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether a module runs code of torch or transformers; SpecBranch attached to a model does not count."""
+    kind = getattr(type(module), "_specbranch_original", type(module))
+    return kind.__module__.startswith(KNOWN_CODE) and "forward" not in module.__dict__
+
+
+@lru_cache
+def _our_files() -> str:
+    """Return a digest of the names, sizes and times of the files of this package."""
+    root = Path(__file__).parents[1]
+    files = sorted((str(path.relative_to(root)), path.stat()) for path in root.glob("**/*.py"))
+    return hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
