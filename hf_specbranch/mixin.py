@@ -30,6 +30,7 @@ from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
 from .heads.model import resolve_head
+from .kernels import warm_up_in_background
 from .model_state import draft_model, transformers_model
 from .padding_check import check_padded_batches
 from .planning.knowledge import forget
@@ -65,8 +66,7 @@ class SpecBranchMixin(GenerationMixin):
 
     Example:
         >>> from transformers import LlamaForCausalLM
-        >>> class FastLlama(SpecBranchMixin, LlamaForCausalLM):
-        ...     pass
+        >>> class FastLlama(SpecBranchMixin, LlamaForCausalLM): ...
     """
 
     specbranch_stats: SpecBranchStats | None = None
@@ -291,12 +291,12 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
         >>> model is target
         True
     """
-    target, own_draft = transformers_model(model), draft_model(draft)
-    check_model(target, "target")
+    check_model(target := transformers_model(model), "target")
+    own_draft = draft_model(draft)
     if own_draft is not None:
         check_model(own_draft, "draft")
-    attached = _attach(target)
-    before = attached._specbranch_memory
+    warm_up_in_background(target.device)
+    before = (attached := _attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
         draft=own_draft if own_draft is not None else before.draft, head=head if head is not None else before.head
     )

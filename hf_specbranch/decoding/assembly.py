@@ -21,7 +21,7 @@ from ..runtime.eager import EagerRunner
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
-from ..runtime.selection import BRANCH_SLOTS
+from ..runtime.selection import BRANCH_SLOTS, SPARE_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .call import Call
@@ -128,6 +128,8 @@ class Assembly:
         temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
         used = max(text.lengths) + BRANCH_SLOTS
+        if draft.takes_spans:
+            draft.reserve(self.call.rows, used + SPARE_SLOTS)
         if self.static_shapes and can_read_in_spare_slots(draft, ids, used):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1), self.call.rows)
             return [agreement_from_logits(logits, ids, before, candidates, temperature)]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..runtime.base import Step
 from ..runtime.overlap import Overlap
+from ..stats import SpecBranchStats
 from .draft_source import DraftSource
 from .outputs import Recorder
 from .resolve import Accounting, BranchStarts, Drafted, DraftTokens, Feedback
@@ -58,7 +59,7 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
         rounds: one item per round that may be taken; the items are not used.
     """
     target, drafter, verifier, text = parts.target, parts.drafter, parts.verifier, parts.text
-    in_flight = RoundsInFlight(text, drafter)
+    in_flight = RoundsInFlight(text, drafter, target.stats)
     for _ in rounds:
         while not text.finished and in_flight.must_finish_one():
             feedback = finish_round(parts, in_flight.pop())
@@ -85,14 +86,15 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
-    results = verifier.results()
+    results, ended = verifier.results(), list(text.done)
     rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
         text.stream_out()
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
-    accounting.add(results, rows)
+    running = [row for row, done in enumerate(ended) if not done]
+    accounting.add([results[row] for row in running], [rows[row] for row in running])
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,
@@ -130,19 +132,21 @@ class RoundsInFlight:
     """The rounds that were launched, and whose results the host has not read; the oldest first.
 
     One round may be in flight while the next one starts, if three conditions hold: the verifier writes the round
-    result on the device itself; there is one row, and no stopping criterion that the host must call; and the drafter
-    launches the same work whatever the result was, so that it needs no feedback from the host. A round that was
-    started after the end of the text is discarded.
+    result on the device itself; there is no stopping criterion that the host must call; and the drafter launches the
+    same work whatever the result was, so that it needs no feedback from the host. A round that was started after the
+    end of the text is discarded. Of a batch, a row that has ended takes part in the round that is in flight, where its
+    result is ignored; from then on the device must be told of finished rows, and each round waits for the host.
 
     Args:
         text: the committed text.
         drafter: proposes draft tokens.
+        stats: counts passes of unfinished rows.
     """
 
-    def __init__(self, text: Text, drafter: DraftSource) -> None:
-        self.text, self.steps = text, deque[Step]()
+    def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats) -> None:
+        self.text, self.stats, self.steps = text, stats, deque[tuple[Step, int]]()
         self.most_per_round = drafter.max_tokens_per_round
-        can_continue = text.resolved_on_device and len(text.lengths) == 1 and not text.stopper.called
+        can_continue = text.resolved_on_device and not text.stopper.called
         self.max_in_flight = int(can_continue and drafter.same_every_round)
 
     def __len__(self) -> int:
@@ -155,17 +159,23 @@ class RoundsInFlight:
 
     def must_finish_one(self) -> bool:
         """Whether the host must read a result before another round may start."""
-        return bool(self.steps) and (len(self.steps) > self.max_in_flight or self.text.may_finish(self.tokens))
+        most = 0 if any(self.text.done) else self.max_in_flight
+        return bool(self.steps) and (len(self.steps) > most or self.text.may_finish(self.tokens))
 
     def update_text(self) -> None:
         """Tell the text how many tokens these rounds have added at most."""
         self.text.in_flight = self.tokens
 
     def push(self, step: Step) -> None:
-        self.steps.append(step)
+        self.steps.append((step, self.text.done.count(False)))
 
     def pop(self) -> Step:
-        return self.steps.popleft()
+        """Return the pass of the oldest round. Rows that had ended when it was launched are no longer counted."""
+        step, rows = self.steps.popleft()
+        # Of a round that is discarded, `Overlap.discard_round` takes back one row.
+        self.stats.row_passes -= rows - (1 if self.text.finished else self.text.done.count(False))
+        self.text.others_in_flight = len(self.steps)
+        return step
 
     def close(self) -> None:
         self.text.in_flight = 0

@@ -66,6 +66,7 @@ class Text:
         # The verifier writes `result` itself, as if nothing but the longest length ended a row.
         self.resolved_on_device = False
         self.in_flight = 0  # the most tokens that rounds in flight may have added
+        self.others_in_flight = 0  # rounds that were launched after the one that is committed
 
     @property
     def finished(self) -> bool:
@@ -191,7 +192,8 @@ class Text:
             RowResult(count, result.accepted, result.token, result.survivor, result.continuation, done)
             for count, result, done in zip(gained, results, self.done)
         ]
-        if not self.resolved_on_device or any(self.done) or not all(row.complete for row in rows):
+        is_news = not self.resolved_on_device or any(self.done) or not all(row.complete for row in rows)
+        if is_news and not self.others_in_flight:  # otherwise the device is told after the rounds in flight
             self.device_copy.send([list(map(int, field)) for field in (*zip(*rows), self.lengths)])
         return rows
 

@@ -114,18 +114,22 @@ def autotune(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
         True
     """
     weight = weights[0]
-    if not weight.is_cuda or not can_run(weight) or weight.dtype == torch.float32 or not 0 < rows <= MOST_ROWS:
-        return None
-    key = _key(weight, rows, kind)
-    found, plan = plans.find(key)
+    found, plan = known_plan(weight, rows, kind)
     if found or torch.cuda.is_current_stream_capturing():  # nothing can be measured during a capture
         return plan
     if is_dry_run():
         _build_all(weight, rows, kind)
         return None
     plan = _fastest(weights, rows, kind)
-    plans.store(key, plan)
+    plans.store(_key(weight, rows, kind), plan)
     return plan
+
+
+def known_plan(weight: Tensor, rows: int, kind: Kind) -> tuple[bool, Plan | None]:
+    """Return whether the plan for a product is known without a measurement, and the plan; see `autotune`."""
+    if not weight.is_cuda or not can_run(weight) or weight.dtype == torch.float32 or not 0 < rows <= MOST_ROWS:
+        return True, None
+    return plans.find(_key(weight, rows, kind))
 
 
 def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Partials:

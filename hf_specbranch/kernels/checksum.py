@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from .backend import Value, constexpr, jit, power_of_two, serves, tl, varying
+from .backend import Value, constexpr, jit, serves, tl, varying
 
 COLUMNS = 4096  # words in a row
 ROWS = 16  # in the share of one program: 256 KiB
@@ -81,17 +81,21 @@ def _by_kernel(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for number in words:
         programs += -(-number // (COLUMNS * ROWS))
         ends.append(programs)
-    addresses = [tensor.data_ptr() for tensor in memory]
-    table = torch.tensor([[_seed(tensor.dtype, tensor.shape) for tensor in tensors], addresses, words, ends])  # [4, n]
+    addresses, seeds = [tensor.data_ptr() for tensor in memory], [_seed(each.dtype, each.shape) for each in tensors]
+    if len(tensors) % 2:  # an even number, so that all rows are aligned alike and the kernel is built once
+        addresses, seeds, words, ends = ([*numbers, last] for numbers, last in (
+            (addresses, 0), (seeds, 0), (words, 0), (ends, programs)
+        ))  # fmt: skip
+    table = torch.tensor([seeds, addresses, words, ends])  # [4, n]
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     out = table[0]  # programs add to the seeds
     if programs:
         _checksum_kernel[(programs,)](
             out, table[1], table[2], table[3], len(tensors),
-            TENSORS=power_of_two(len(tensors), 128), COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
+            TENSORS=MOST_TENSORS, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
-    return out
+    return out[: len(tensors)]
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .angles import angles
 from .attention_interface import specbranch_attention
-from .autotune import Kind, autotune
+from .autotune import Kind, autotune, known_plan
 from .gated import Activation, gated, gated_product
 from .linear import Partials, Plan, linear, linear_split_k
 from .norm import NormForm, rms_norm
@@ -25,13 +25,14 @@ from .rotary import HeadNorm, Slots, rotary
 from .storage import joined
 
 FIRST_LAYERS = 2  # in the first graph of a captured stage
+Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
 
 class Shared:
     """What the replacement forwards of one model share during a pass."""
 
     def __init__(self) -> None:
-        self.weights: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # by shape, for autotuning
+        self.find_weights: Callable[[], Weights] = dict  # of the model, by shape, for autotuning
         self.ahead: tuple[Tensor, nn.Module, Tensor] | None = None  # (x, norm, norm(x)) computed with x by one kernel
         self.sums_partials = False  # the next norm of the layer that runs sums split-K partials
 
@@ -52,8 +53,14 @@ class Shared:
         return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
 
     def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
-        alike = self.weights.get((weight.shape, weight.dtype)) or [weight]
-        return autotune(alike, x.numel() // x.shape[-1], kind) if x.is_cuda else None
+        if not x.is_cuda:
+            return None
+        rows = x.numel() // x.shape[-1]
+        found, plan = known_plan(weight, rows, kind)
+        if not found:
+            alike = self.find_weights().get((weight.shape, weight.dtype)) or [weight]
+            plan = autotune(alike, rows, kind)
+        return plan
 
     def add_norm(self, x: Tensor | Partials, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) and x + residual."""

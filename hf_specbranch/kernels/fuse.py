@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +120,8 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.enter_context(state_of(model).kernel_lock)
         original = original_attention(config)
         recipe = _recipe(model, original)
-        recipe.shared.weights = _weights(model, recipe.readers)
-        stack.callback(setattr, recipe.shared, "weights", {})
+        recipe.shared.find_weights = partial(_weights, model, recipe.readers)
+        stack.callback(setattr, recipe.shared, "find_weights", dict)  # holds no weights that the model may drop
         one_pass.begin()
         stack.callback(one_pass.end)
         stack.callback(_forget, recipe.shared)
@@ -186,12 +187,12 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
 
 def _examine(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:
     shared, readers = Shared(), _readers_of_one_input(model)
-    shared.weights = _weights(model, readers)  # all of a shape: a single one would be autotuned out of a cache
+    shared.find_weights = partial(_weights, model, readers)  # all of a shape: one alone would stay in a cache
     forwards = recognise(model, calls, shared, implementation == "sdpa")
     attention = implementation  # not used where every layer's attention is replaced
     if not _replaces_all_attention(model, forwards.values()):
         attention = registered_attention(model, implementation)
-    shared.weights = {}  # holds no weights that the model may drop
+    shared.find_weights = dict
     _forget(shared)
     return Recipe(structure, shared, forwards, attention, readers)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import serves
+from .checksum import checksum
 from .parallel_build import build_in_background
 from .rounds import empty_inputs, verify_draft, verify_inputs
 
@@ -44,4 +45,5 @@ def _kernels_of_every_model(device: torch.device) -> None:
         numbers(1, 10),
         one,
     )
+    checksum([ids])
     verify_inputs(ids, round_result, draft_tokens, None, ids, one, ids, one, empty_inputs(1, 1, device))
