@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
 from ..request import FallBack
 from ..runtime.base import Step
-from ..runtime.eager import NOTHING, EagerRunner, leading_padding, make_spans
+from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
 from ..runtime.prefill import can_prefill, prefill
 from ..runtime.prefix_reuse import remember, reusable_tokens
 from ..runtime.static_buffers import Buffers
@@ -92,12 +92,14 @@ class Target:
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
         self._count()
+        # However the prompt is read, what was in the cache is overwritten from now on.
+        remembered, self.runner.remembered = self.runner.remembered, NOTHING
         prompt = self.text.ids[:, : self.text.prompt_length]
         if self.tokens_alone and can_prefill(self.runner, prompt, padded=bool(self.first.any())):
             positions = self._positions(self.slots[None])  # [B, capacity]
             start = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
             if not start:
-                self.stats.reused_tokens += (start := self._reusable_tokens(prompt))
+                self.stats.reused_tokens += (start := self._reusable_tokens(remembered, prompt))
             logits = prefill(self.runner, prompt, positions, self.first, start)
             return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
@@ -127,9 +129,8 @@ class Target:
         self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=self.in_triton)
         return self._kept_step(queries)
 
-    def _reusable_tokens(self, prompt: Tensor) -> int:
-        """Return how many tokens of the prompt [B, P] are in the cache; from now on, what was there is overwritten."""
-        remembered, self.runner.remembered = self.runner.remembered, NOTHING
+    def _reusable_tokens(self, remembered: Remembered, prompt: Tensor) -> int:
+        """Return how many tokens of the prompt [B, P] are in the cache."""
         if not self.reuses_prefix or not remembered.tokens:
             return 0
         return reusable_tokens(remembered, self.runner.model, prompt[0].tolist())
