@@ -46,12 +46,14 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     call, random_state = replace(call, pause=pause_of(call)), call.random_state()
     stats = SpecBranchStats(policy=call.config.policy)
     with fewer_threads_if_busy(call.model.device if not call.generation_config.do_sample else None):
+        output = None
         try:
             output = _generate(call, stats, began)
         except torch.OutOfMemoryError:
             # Before the first token the call can begin again, without what earlier calls have left on the device.
             if stats.new_tokens or not free_all(call.model.device):
                 raise
+        if output is None:  # not in the handler, where the exception keeps the memory of the first attempt alive
             call.restore_random_state(random_state)
             stats = SpecBranchStats(policy=call.config.policy)
             output = _generate(call, stats, began)
