@@ -12,6 +12,7 @@ Drafts need no such care: a draft from stale keys is only a worse draft.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel
 from ..kernels.checksum import checksum
 from ..model_state import every_buffer, every_parameter
 from .eager import NOTHING, Remembered
+
+logger = logging.getLogger(__name__)
 
 # A checksum of a 7B model takes 4 ms, as long as to read about 120 tokens of a prompt.
 SHORTEST_TEXT = 1024  # a shorter text is not worth a checksum after each call
@@ -30,7 +33,11 @@ def remember(model: PreTrainedModel, tokens: list[int]) -> Remembered:
     """Return what to keep of a text that a target has read."""
     if len(tokens) < SHORTEST_TEXT:
         return NOTHING
-    return Remembered(tokens, _checksum(model))
+    try:
+        return Remembered(tokens, _checksum(model))
+    except (TypeError, ValueError) as error:  # tensors of other types, or on several devices
+        logger.debug("no prefix of %s is reused: %s", type(model).__name__, error)
+        return NOTHING
 
 
 def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequence[int]) -> int:
