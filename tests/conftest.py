@@ -6,6 +6,7 @@ import torch
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.static_buffers import Buffers
 
+from .graphs import run_graphs_on_cpu
 from .models import llama, noisy_copy
 
 os.environ["HF_SPECBRANCH_CACHE"] = "off"  # no test depends on what an earlier one has learned
@@ -34,6 +35,12 @@ def static_stages(monkeypatch):
     """Static shapes in all stages, as where they are captured; here the stages run eagerly."""
     monkeypatch.setattr(EagerRunner, "captures", True)
     monkeypatch.setattr(EagerRunner, "buffers", lambda self, settings: Buffers(self.device, static_shapes=True))
+
+
+@pytest.fixture
+def graph_runners(monkeypatch):
+    """Runners as on a GPU; see `graphs.run_graphs_on_cpu`."""
+    run_graphs_on_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="session")
