@@ -22,6 +22,8 @@ CONFIGS = st.builds(
     length_head=st.one_of(st.none(), st.just("org/head")),
     overlap=st.booleans(),
     draft_sampling=st.sampled_from(["auto", "greedy", "sample"]),
+    memory_budget=st.floats(0, 1),
+    prefix_reuse=st.booleans(),
 )
 
 
@@ -133,6 +135,11 @@ def test_pearl_counts_what_it_drafted_ahead_as_rolled_back_and_specbranch_as_was
         runs[policy] = model.specbranch_stats
     assert runs["pearl"].rollback_tokens > 0 and runs["pearl"].wasted_branch_tokens == 0
     assert runs["specbranch"].rollback_tokens == 0 and runs["specbranch"].wasted_branch_tokens > 0
+
+
+def test_captures_are_not_decoding():
+    stats = SpecBranchStats(total_seconds=3.0, capture_seconds=2.5)
+    assert stats.decoding_seconds == 0.5 == stats.to_dict()["decoding_seconds"]
 
 
 def test_no_division_by_zero():
