@@ -205,6 +205,23 @@ def test_generation_while_attention_is_overridden():
     assert got.shape == (1, 16)
 
 
+def test_other_threads_run_the_model_itself():
+    """While a thread runs a model through our kernels, others run its own code, and none waits for it."""
+    model = make("llama")
+    ids = torch.tensor([[1, 2, 3]])
+    mask = torch.ones((1, 1, 3, 3), dtype=torch.bool).tril()
+    spans = torch.tensor([[[[0, 1, 0, 0], [0, 2, 0, 0], [0, 3, 0, 0]]]], dtype=torch.int32)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        expected = model(ids, attention_mask=mask).logits
+        with fused(model):
+            theirs = pool.submit(torch.no_grad()(model), ids, attention_mask=mask).result().logits
+            ours = model(ids, attention_mask=spans).logits  # which only our attention can read
+            with pytest.raises(RuntimeError, match="dtype"):
+                pool.submit(torch.no_grad()(model), ids, attention_mask=spans).result()
+        assert torch.equal(theirs, expected)
+        torch.testing.assert_close(ours, expected)
+
+
 def test_block_lists_are_forgotten_with_every_pass(monkeypatch):
     forgotten, model = [], make("llama")
     monkeypatch.setattr(attention_interface.one_pass, "forget", lambda: forgotten.append(1))

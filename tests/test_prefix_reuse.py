@@ -180,6 +180,22 @@ def test_call_in_between(between, compare):
     assert reused == (text.shape[1] - 2 if BETWEEN[between] else 0)
 
 
+def test_given_cache_is_not_remembered(compare):
+    """Nobody knows which weights computed it."""
+    text = compare(tokens(80), cached=60)
+    assert compare.reused(after(text)) == 0
+
+
+def test_padded_text_is_not_remembered(compare):
+    """Neither are its keys those of the same tokens without padding, nor the other way round."""
+    ids = tokens(80)
+    mask = torch.ones_like(ids)
+    mask[:, :30] = 0
+    text = compare(ids, attention_mask=mask)
+    assert compare.reused(after(text)) == 0
+    assert compare.reused(ids, attention_mask=mask) == 0
+
+
 def test_model_that_was_a_draft_meanwhile(compare):
     text = compare(tokens(60))
     other = Comparison(llama(seed=3, max_position_embeddings=1024), compare.model, NEW, policy="vanilla")

@@ -95,12 +95,14 @@ class Target:
         # However the prompt is read, what was in the cache is overwritten from now on.
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
         prompt = self.text.ids[:, : self.text.prompt_length]
-        if self.tokens_alone and can_prefill(self.runner, prompt, padded=bool(self.first.any())):
+        padded = bool(self.first.any())
+        if self.tokens_alone and can_prefill(self.runner, prompt, padded):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            start = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
-            if not start:
-                self.stats.reused_tokens += (start := self._reusable_tokens(remembered, prompt))
-            logits = prefill(self.runner, prompt, positions, self.first, start)
+            given = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
+            # After padding, keys are those of other positions; and nobody knows which weights computed given ones.
+            self.reuses_prefix = self.reuses_prefix and not padded and not given
+            self.stats.reused_tokens += (reused := self._reusable_tokens(remembered, prompt))
+            logits = prefill(self.runner, prompt, positions, self.first, given or reused)
             return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
