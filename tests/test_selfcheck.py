@@ -1,6 +1,7 @@
 """A whole pass through the kernels is compared with the model's own, and wrong kernels are refused."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -171,3 +172,13 @@ def test_rms_norm_for_layer_norm_is_found(monkeypatch):
 
     plant(without_means, monkeypatch)
     assert layers_of(wide(HALF)) == "plain"
+
+
+def test_noise_stays_in_its_thread():
+    """Another thread may generate with the model while it is checked."""
+    model, ids = wide(torch.float32), torch.tensor([[1, 2, 3]], device=DEVICE)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        expected = model(ids).logits
+        with self_check._rounding_noise(model):
+            assert not torch.equal(model(ids).logits, expected)
+            assert torch.equal(pool.submit(torch.no_grad()(model), ids).result().logits, expected)

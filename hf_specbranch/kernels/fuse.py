@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -118,14 +119,14 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     config = model.config.get_text_config(decoder=True)
     with ExitStack() as stack:
         stack.enter_context(state_of(model).kernel_lock)
-        original = original_attention(config)
+        original, thread = original_attention(config), get_ident()
         recipe = _recipe(model, original)
         recipe.shared.find_weights = partial(_weights, model, recipe.readers)
         stack.callback(setattr, recipe.shared, "find_weights", dict)  # holds no weights that the model may drop
         one_pass.begin()
         stack.callback(one_pass.end)
         stack.callback(_forget, recipe.shared)
-        hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared))
+        hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared) if get_ident() == thread else None)
         stack.callback(hook.remove)
         if recipe.attention != original:
             stack.enter_context(override_attention(config, recipe.attention))

@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Literal, NamedTuple
 
 import torch
@@ -170,7 +171,11 @@ def _rounding_noise(model: PreTrainedModel) -> Iterator[None]:
     """Move each element of the embeddings by about half a unit in the last place, up or down."""
     generator = torch.Generator(model.get_input_embeddings().weight.device).manual_seed(0)
 
+    thread = get_ident()
+
     def move(_module: nn.Module, _args: object, states: Tensor) -> Tensor:
+        if get_ident() != thread:  # which may run the model at the same time
+            return states
         unit = torch.finfo(states.dtype).eps
         if states.dtype == torch.float32 and states.is_cuda and torch.get_float32_matmul_precision() != "highest":
             unit = 2.0**-10  # products are in TF32 then
