@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import threading
 
 import pytest
@@ -52,8 +53,8 @@ def layers(model):
 @pytest.mark.parametrize("policy", ["autoregressive", "vanilla", "pearl", "specbranch"])
 def test_every_length_runs_on_the_same_stages(policy):
     compare = make(policy=policy, tree_leaves=3 if policy in ("vanilla", "specbranch") else 0, **SPANS)
-    for length in (200, 500, 1000, 200):  # the three sizes of prefill passes
-        compare(text(length, seed=1))
+    for length in (200, 500, 1000):  # the three sizes of prefill passes, and no common prefix
+        compare(text(length, seed=length))
     for length in (*LENGTHS, *reversed(LENGTHS)):
         compare(text(length))
         assert compare.stats.graphs_captured == 0 and compare.stats.capture_seconds == 0, length
@@ -72,8 +73,8 @@ def test_every_length_under_masks():
 @pytest.mark.parametrize("settings", [SPANS, MASKS], ids=["spans", "masks"])
 def test_chat_that_is_passed_whole(settings):
     compare = make(**settings)
-    compare(text(1000, seed=1))
-    compare(text(300, seed=1))
+    for length in (200, 500, 1000):  # the three sizes of prefill passes, and no common prefix
+        compare(text(length, seed=length))
     chat = text(200)
     for turn in range(8):
         chat = torch.cat([compare(chat), text(150 + 37 * turn, seed=turn)], dim=1)
@@ -339,3 +340,29 @@ def test_threads_from_a_cold_start(targets, settings):
         out = model.generate(ids, **kwargs, assistant_model=draft, specbranch=config("specbranch", **settings))
         assert torch.equal(out, plain[which].generate(ids, **kwargs))
         assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
+
+
+# ---- warm-up
+
+
+@pytest.mark.parametrize("settings", [SPANS, MASKS], ids=["spans", "masks"])
+def test_warm_up_captures_all_that_follows(settings):
+    target, draft = pair()
+    model = specbranch(copy.deepcopy(target), draft)
+    own = config("auto", **settings)
+    done = model.warm_up_specbranch(batch_sizes=(1, 2, 4), max_length=1200, progress=False, specbranch=own)
+    assert done.graphs_captured > 50 and done.memory_bytes > 0 and done.seconds > 0
+    choose, used = random.Random(0), []
+    for request in range(200):
+        ids = text(choose.randrange(2, 1000), seed=request, rows=choose.choice((1, 2, 4)))
+        mask = torch.ones_like(ids)
+        if ids.shape[0] > 1 and ids.shape[1] > 8 and choose.random() < 0.5:  # rows of different lengths
+            mask[0, : choose.randrange(1, ids.shape[1] - 1)] = 0
+        kwargs = {"attention_mask": mask, "max_new_tokens": choose.randrange(2, 60), "do_sample": False}
+        out = model.generate(ids, specbranch=own, **kwargs)
+        stats = model.specbranch_stats
+        assert stats.runtime == "graph" and not stats.slowed_by and stats.graphs_captured == 0, (ids.shape, stats)
+        if request % 10 == 0:
+            assert torch.equal(out, target.generate(ids, **kwargs))
+        used.append(torch.cuda.mem_get_info(GPU)[0])
+    assert used[50] - used[-1] < 256 << 20  # memory stays flat

@@ -71,7 +71,8 @@ class DraftModel:
         start = 0
         if mask is None and self.guide is None and tokens.shape[0] == 1:
             self.runner.remembered = Remembered(tokens[0].tolist())
-            start = remembered.common_prefix(self.runner.remembered.tokens)
+            if self.runner.takes_spans or not self.buffers.static_shapes:  # under masks, it would be captured again
+                start = remembered.common_prefix(self.runner.remembered.tokens)
         if self.buffers.static_shapes and can_prefill(self.runner, tokens, padded=mask is not None):
             prefill(self.runner, self.own_tokens(tokens), self.positions, self.first, start)
             return

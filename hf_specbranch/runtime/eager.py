@@ -155,7 +155,8 @@ class EagerRunner:
         """
         in_text = positions if positions.ndim == 2 else positions[0]
         by_spans = visible.dtype == SPANS
-        shown = self.cache.address.capacity if by_spans else visible.shape[2]
+        # Spans bound what a pass reads. A captured one must not contain the present capacity, which grows.
+        shown = self.cache.address.most if by_spans else visible.shape[2]
         if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)

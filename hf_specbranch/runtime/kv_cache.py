@@ -44,6 +44,11 @@ class Address:
         self._on_device: dict[torch.device, Tensor] = {}
         self._rows: dict[torch.device, Tensor] = {}
 
+    @property
+    def most(self) -> int:
+        """How many slots the tensors of a layer have at most, while they stay where they are."""
+        return max(self.capacity, self.limit or 0)
+
     def point_at(self, slots: Tensor | None, shown: int) -> None:
         """Set the slots that the next forward writes, [B, Q] or None to append, and the number that it reads."""
         self.slots, self.shown = slots, shown
