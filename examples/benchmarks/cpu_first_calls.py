@@ -6,15 +6,17 @@ first attached call includes what is found out once about a model.
     python examples/benchmarks/cpu_first_calls.py --pairs 20
     python examples/benchmarks/cpu_first_calls.py --pairs 20 --busy 2
     python examples/benchmarks/cpu_first_calls.py --compare --num-prompts 20
+    python examples/benchmarks/cpu_first_calls.py --compare --plain-only --num-prompts 8 --target T --draft D
 
-With `--compare`, `auto` is compared with fixed policies over several prompts, all methods in turns on each prompt.
+With `--compare`, `auto` is compared with fixed policies and plain `generate()` over several prompts, all methods in turns
+on each prompt.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,13 +36,14 @@ from lab import finish, inputs_of, load, parser_for  # noqa: E402
 
 PROMPT = "def fibonacci(n):"  # of the README
 # What `auto` is compared with. The lengths and thresholds are those that it chooses from on a CPU.
-FIXED = {
+FIXED: dict[str, SpecBranchConfig | None] = {
     "autoregressive": SpecBranchConfig("autoregressive"),
     **{
         f"vanilla, length {length}": SpecBranchConfig("vanilla", length, confidence_threshold=0.4)
-        for length in (2, 4, 8, 12)
+        for length in (2, 4, 6, 8)
     },
-    "vanilla, length 4, 4 tree leaves": SpecBranchConfig("vanilla", 4, confidence_threshold=0.1, tree_leaves=4),
+    "vanilla, length 6, low threshold": SpecBranchConfig("vanilla", 6, confidence_threshold=0.2),
+    "vanilla, length 4, 4 tree leaves": SpecBranchConfig("vanilla", 4, confidence_threshold=0.2, tree_leaves=4),
     "specbranch": SpecBranchConfig("specbranch"),
 }
 
@@ -69,9 +72,14 @@ def first_calls(pair: Pair, inputs: dict[str, Tensor], new_tokens: int, pairs: i
     return {"seconds": seconds, "first": ratios[0], "others": median(ratios[1:]), "ratios": ratios, "plans": plans}
 
 
-def compare(pair: Pair, all_inputs: list[tuple[str, dict[str, Tensor]]], new_tokens: int) -> dict[str, Any]:
+def compare(
+    pair: Pair,
+    all_inputs: list[tuple[str, dict[str, Tensor]]],
+    new_tokens: int,
+    fixed: dict[str, SpecBranchConfig | None],
+) -> dict[str, Any]:
     """Time plain `generate()`, each fixed policy and `auto` in turns on each prompt; sums over the prompts."""
-    methods: dict[str, SpecBranchConfig | None] = {"plain": None, **FIXED, "auto": SpecBranchConfig()}
+    methods = {"plain": None, **fixed, "auto": SpecBranchConfig()}
     specbranch(pair.target)
     for settings in methods.values():
         seconds_of(pair, all_inputs[0][1], 16, settings)
@@ -80,31 +88,26 @@ def compare(pair: Pair, all_inputs: list[tuple[str, dict[str, Tensor]]], new_tok
         for name, settings in methods.items():
             seconds[name].append(seconds_of(pair, inputs, new_tokens, settings))
     sums = {name: sum(each) for name, each in seconds.items()}
-    best = min(FIXED, key=lambda name: sums[name])
-    paired = geometric_mean(ours / fixed for ours, fixed in zip(seconds["auto"], seconds[best]))
-    return {"seconds": sums, "best": best, "auto_over_best": sums["auto"] / sums[best], "paired": paired}
+    best = min((name for name in methods if name != "auto"), key=lambda name: sums[name])
+    paired = geometric_mean(ours / other for ours, other in zip(seconds["auto"], seconds[best]))
+    over_plain = [ours / plain for ours, plain in zip(seconds["auto"], seconds["plain"])]
+    over_best = sums["auto"] / sums[best]
+    return {"seconds": sums, "best": best, "auto_over_best": over_best, "paired": paired, "over_plain": over_plain}
 
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Keep this many cores busy."""
-    others = [multiprocessing.get_context("spawn").Process(target=spin, args=(os.getpid(),)) for _ in range(processes)]
-    for each in others:
-        each.start()
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
+    others = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(processes)]
     try:
         if others:
-            time.sleep(2.0)  # until they have started
+            time.sleep(1.0)  # until they have started
         yield
     finally:
         for each in others:
             each.terminate()
-            each.join()
-
-
-def spin(parent: int) -> None:
-    """Use a core for as long as the parent lives."""
-    while os.getppid() == parent:
-        sum(range(100_000))
+            each.wait()
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -114,13 +117,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens per call (default: %(default)s)")
     parser.add_argument("--prompt", default=PROMPT, help="prompt of the first calls (default: the README's)")
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, help="compare auto with fixed policies")
+    parser.add_argument("--plain-only", action="store_true", help="with --compare: with plain generate() only")
     args = parser.parse_args(arguments)
     pair = load(args)
     with busy(args.busy):
         if args.compare:
-            found = compare(pair, inputs_of(args, pair), args.new_tokens)
+            found = compare(pair, inputs_of(args, pair), args.new_tokens, {} if args.plain_only else FIXED)
             lines = [f"{seconds:8.2f} s  {name}" for name, seconds in found["seconds"].items()]
             lines.append(f"auto over {found['best']}: {found['auto_over_best']:.3f} (paired {found['paired']:.3f})")
+            lines.append("auto over plain: " + ", ".join(f"{ratio:.2f}" for ratio in found["over_plain"]))
         else:
             inputs = dict(pair.tokenizer(args.prompt, return_tensors="pt").to(pair.target.device))
             found = first_calls(pair, inputs, args.new_tokens, args.pairs)

@@ -14,10 +14,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..planning.timer import SegmentTimer
 from ..request import FallBack
-from ..runtime.busy import fewer_threads_if_busy
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
-from ..runtime.overlap import Overlap
+from ..runtime.overlap import Overlap, cpu_threads
 from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly
@@ -45,7 +44,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     began = time.perf_counter()
     call, random_state = replace(call, pause=pause_of(call)), call.random_state()
     stats = SpecBranchStats(policy=call.config.policy)
-    with fewer_threads_if_busy(call.model.device if not call.generation_config.do_sample else None):
+    with cpu_threads.limited(call.model.device if not call.generation_config.do_sample else None):
         output = None
         try:
             output = _generate(call, stats, began)
@@ -129,7 +128,9 @@ def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     plan = assembly.plans[0]
     parts = assembly.observed(assembly.with_drafter(plan, parts))
     overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
-    decode(parts, overlap, read_prompt(parts), count())
+    feedback = read_prompt(parts)
+    while not parts.text.finished:
+        feedback = decode(parts, overlap, feedback, cpu_threads.watch(count()))
     overlap.take()
     remember_text(parts)
 
@@ -155,7 +156,7 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
             feedback = take_over(observed, feedback)
         timer.start()
         overlap.enabled = segment.overlap
-        feedback = decode(observed, overlap, feedback, range(segment.rounds))
+        feedback = decode(observed, overlap, feedback, cpu_threads.watch(range(segment.rounds)))
         timing = timer.read(segment)
         if text.finished:
             planner.end(segment, timing)

@@ -207,9 +207,9 @@ class RecentTexts:
 def typical_agreement(candidates: int) -> Agreement:
     """Return a made-up recording of a typical draft on a typical text, to plan by before anything is recorded.
 
-    It is the same in every process: runs of 16 tokens, easy and hard in turn, on which the draft's first candidate is
-    right with probability 0.9 and 0.5. Where it is wrong, the second candidate is right with probability 0.4; where
-    that is wrong too, the third, and so on.
+    It is the same in every process: runs of 16 tokens, easy and hard in turn. The draft's first candidate is right with
+    probability 0.9 on easy ones, and with 0.3 or 0.7 on hard ones, and the draft is as confident as that. Where it is
+    wrong, the second candidate is right with probability 0.4; where that is wrong too, the third, and so on.
 
     Args:
         candidates: how many candidates to record per position.
@@ -219,8 +219,8 @@ def typical_agreement(candidates: int) -> Agreement:
         0.7
     """
     random, ranks, chances = Random(0), [], []
-    for position in range(256):
-        first = 0.5 if position // 16 % 2 else 0.9
+    for position in range(128):
+        first = (0.3, 0.7)[position % 2] if position // 16 % 2 else 0.9
         alternatives = [(1 - first) * 0.4 * 0.6**further for further in range(candidates - 1)]
         probabilities = (first, *alternatives)
         ranks += random.choices([*range(candidates), ABSENT], [*probabilities, 1 - sum(probabilities)])

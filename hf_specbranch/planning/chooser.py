@@ -13,10 +13,10 @@ from .costs import StepCosts
 from .simulate import predict
 
 # The values that plans are built from, by whether stages are captured as CUDA graphs.
-LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 8, 12)}
-THRESHOLDS = {True: (0.02,), False: (0.1, 0.4)}
+LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 6, 8)}
+THRESHOLDS = {True: (0.02,), False: (0.2, 0.4)}
 REJECTION_BRANCHES = {True: (12,), False: (0, 4)}
-TREE_LEAVES = {True: (0, 8), False: (0, 4, 8)}
+TREE_LEAVES = {True: (0, 8), False: (0,)}  # a wider pass costs more on a CPU
 BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
 MIN_GAIN = 1.03  # a plan replaces the current one if it is predicted to be this much faster
 MIN_PREDICTED_GAIN = 1.06  # the same where costs are only predicted, and the gain is less certain

@@ -20,6 +20,7 @@ from .store import Entries, PairFile, file_of
 
 RECENT_TEXTS = 8  # how many recordings are kept
 MOST_CHOICES = 32  # choices and ratios that are kept on disk
+OTHER_THREADS = 100.0  # a distance that is larger than that between any two batch sizes
 SCALE = 1000  # probabilities are kept on disk in thousandths
 
 
@@ -32,8 +33,10 @@ class Situation(NamedTuple):
     threads: int = 0  # of a CPU
 
     def distance(self, other: Situation) -> float:
-        """Return how far the batch sizes are apart; infinite if something else differs."""
-        return abs(log(self.rows / other.rows)) if self[1:] == other[1:] else float("inf")
+        """Return how far the batch sizes are apart; infinite if the runtime differs, far if the threads do."""
+        if self[1:3] != other[1:3]:
+            return float("inf")
+        return abs(log(self.rows / other.rows)) + OTHER_THREADS * (self.threads != other.threads)
 
 
 @dataclass

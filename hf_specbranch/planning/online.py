@@ -12,10 +12,12 @@ from collections.abc import Callable, Generator, Sequence
 from math import inf
 from typing import NamedTuple
 
+import torch
+
 from ..config import SpecBranchConfig
 from .agreement import Agreement, typical_agreement
 from .calibrate import CostFactors
-from .chooser import BLOCK_SIZE, MIN_PREDICTED_GAIN, Choice, choose, pass_width
+from .chooser import BLOCK_SIZE, MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
 from .knowledge import Knowledge, Situation
 from .simulate import predict
@@ -25,7 +27,7 @@ FIRST_ROUNDS = {True: 24, False: 8}  # by whether stages are captured: until the
 PLANNED_ROUNDS = 48  # until a chosen plan is checked for the first time; doubled after each check
 CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
-CHECKS = 3  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
+CHECKS = 2  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
 CHECK_EVERY = 16  # generations, later
 SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
@@ -126,9 +128,13 @@ class Planner:
             segment = PlanSegment(plan, rounds, plan.overlap, predicted, tokens_per_pass)
             timing = yield segment
             due = self._learn(segment, timing)
+            if self._threads_changed():
+                choice, rounds = self._first_choice(), PLANNED_ROUNDS
+                continue
             if self.speed is not None and self._check_is_due(plan):
-                yield from self._check(plan)
-                due = True
+                plain = yield from self._check(plan)
+                # A draft that has just been seen to pay is followed without an evaluation, until the end of the text.
+                due = plan.policy == "autoregressive" or timing.tokens_per_second < MIN_GAIN * plain.tokens_per_second
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
@@ -139,18 +145,30 @@ class Planner:
             return self._choose(texts, costs, None)
         return choose([last.plan], texts, costs, self.captured, ratios=dict(self.known.ratios))
 
+    def _threads_changed(self) -> bool:
+        """Return whether the passes of a CPU use another number of threads from now on, and so have other costs."""
+        now = self.situation.threads and torch.get_num_threads()
+        if now == self.situation.threads:
+            return False
+        self.situation = self.situation._replace(threads=now)
+        self.key, self.speed, self.times_off = (self.key[0], self.situation), None, 0
+        return True
+
     def _texts(self) -> list[Agreement]:
         """Return the recordings of the last texts that have enough candidates for all plans."""
         return [text for text in self.known.texts.all() if text.candidates >= self.branches]
 
     # ---- what plain decoding would take, where that is uncertain
 
-    def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, None]:
-        """Follow plain decoding for a few rounds; for that plan itself, a draft."""
+    def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, SegmentTiming]:
+        """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft."""
         check = PlanSegment(self._other(plan), CHECK_ROUNDS, False)
-        if not self._record(check, (yield check)):  # its stages had to be captured
-            self._record(check, (yield check))
+        timing = yield check
+        if not self._record(check, timing):  # its stages had to be captured
+            timing = yield check
+            self._record(check, timing)
         self.checks += 1
+        return timing
 
     def _check_is_due(self, plan: SpecBranchConfig) -> bool:
         """Return whether to compare the plan with plain decoding, or plain decoding with a draft.

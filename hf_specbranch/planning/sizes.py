@@ -17,8 +17,8 @@ from .costs import StepCosts, interpolate
 GPU_BANDWIDTH, GPU_LAYER, GPU_TOKEN = 4.3e12, 3e-5, 0.005
 CPU_BANDWIDTH, CPU_LAYER, CPU_FORWARD = 1.5e10, 4e-4, 5e-4
 # How many times the pass over one token a pass over several takes, on a CPU. Products of more than eight rows may
-# run other code: on an Arm machine such passes took three times as long.
-CPU_PASSES = ((1, 1.0), (2, 1.3), (8, 1.6), (9, 3.0), (64, 8.0))
+# run other code: on an Arm machine such passes took 2.5 times as long.
+CPU_PASSES = ((1, 1.0), (2, 1.4), (8, 1.6), (9, 2.5), (64, 8.0))
 EAGER_TOKEN = 0.02  # on a GPU without captured stages
 
 
