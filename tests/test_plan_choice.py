@@ -13,6 +13,7 @@ from hf_specbranch.planning.agreement import typical_agreement
 from hf_specbranch.planning.calibrate import CostFactors
 from hf_specbranch.planning.chooser import choose, pass_width, plans_within
 from hf_specbranch.planning.costs import SegmentTiming, StepCosts
+from hf_specbranch.planning.knowledge import Knowledge, Situation
 from hf_specbranch.planning.simulate import predict
 from hf_specbranch.planning.sizes import predicted_costs, size_of, sizes_of
 from hf_specbranch.runtime.overlap import Totals
@@ -152,10 +153,11 @@ def test_one_wild_timing_is_not_believed():
     )
 
 
-def test_first_measurement_is_weighed_against_the_prediction():
+def test_first_measurement_replaces_the_prediction():
+    """A plan that is seen to lose must not be kept because it was predicted to win."""
     predicted = StepCosts(0.01, 0.0, 1e-3)
     factors = learned(predicted, replace(predicted, draft_step=4e-3), times=1)
-    assert factors.costs(predicted).draft_step == pytest.approx(2e-3)
+    assert factors.costs(predicted).draft_step == pytest.approx(4e-3)
 
 
 def test_load_that_slows_everything_changes_no_ratio():
@@ -233,3 +235,12 @@ def test_typical_agreement_is_deterministic():
         typical_agreement.cache_clear()
         assert typical_agreement(candidates) == text and text.candidates == len(text.chances[0]) == candidates
         assert 0.65 < text.rate < 0.75 < text.within(2) < 0.9
+
+
+def test_other_threads_begin_with_what_is_known():
+    """A batch of another size tells more than another number of threads; another runtime tells nothing."""
+    known = Knowledge(factors={Situation(1, threads=2): CostFactors(speed=[3.0], draft=[2.0])})
+    assert known.factors_in(Situation(1, threads=1)).draft == [2.0]
+    known.factors[Situation(8, threads=4)] = CostFactors(draft=[4.0])
+    assert known.factors_in(Situation(1, threads=4)).draft == [pytest.approx(4.0)]
+    assert known.factors_in(Situation(1, "graph", True)).draft == []

@@ -8,8 +8,8 @@ first attached call includes what is found out once about a model.
     python examples/benchmarks/cpu_first_calls.py --compare --num-prompts 20
     python examples/benchmarks/cpu_first_calls.py --compare --plain-only --num-prompts 8 --target T --draft D
 
-With `--compare`, `auto` is compared with fixed policies and plain `generate()` over several prompts, all methods in turns
-on each prompt.
+With `--compare`, `auto` is compared with fixed policies and plain `generate()` over several prompts, all methods in
+turns on each prompt.
 """
 
 from __future__ import annotations

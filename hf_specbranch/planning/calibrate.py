@@ -2,8 +2,8 @@
 
 On a busy machine two measurements of the same step may differ by a factor of ten. So only ratios are learned, and each
 of them from timings that were taken next to each other: the draft's step against the target's pass of the same segment,
-and passes of one width against those of the segment before. The prediction counts as one more measurement, and the
-median decides: one wild timing moves a cost a little, and two that agree are believed.
+and passes of one width against those of the segment before. The median of the last measurements decides: the first one
+is believed, since products of several rows may take many times what is predicted, and a wild one among others is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CostFactors:
 
     Example:
         >>> from hf_specbranch.planning import StepCosts
-        >>> factors = CostFactors(speed=[2.0], draft=[1.5, 1.6], passes={1: [0.5, 0.6]})
+        >>> factors = CostFactors(speed=[2.0], draft=[1.5], passes={1: [0.6]})
         >>> costs = factors.costs(StepCosts(target_pass=0.01, draft_step=0.001))
         >>> round(costs.target_pass, 4), round(costs.draft_step, 4), round(costs.pass_seconds(4), 4)
         (0.012, 0.003, 0.012)
@@ -45,7 +45,7 @@ class CostFactors:
 
     def costs(self, predicted: StepCosts) -> StepCosts:
         """Return the predicted costs, corrected."""
-        speed, draft = self.current_speed, middle([1.0, *self.draft])
+        speed, draft = self.current_speed, middle(self.draft or [1.0])
         widths = sorted({0, *self.passes_known, *(round(further) for further, _ in predicted.passes)})
         points = tuple((float(sent), speed * self._pass_factor(sent) * predicted.pass_seconds(sent)) for sent in widths)
         rising, slowest = [], 0.0
@@ -73,7 +73,7 @@ class CostFactors:
         return [width - 1 for width in self.passes]
 
     def _pass_factor(self, sent: int) -> float:
-        known = sorted((width, middle([1.0, *samples])) for width, samples in self.passes.items())
+        known = sorted((width, middle(samples)) for width, samples in self.passes.items() if samples)
         return interpolate(known, 1 + sent) if known else 1.0
 
     def add(self, timing: SegmentTiming, predicted: StepCosts, speed_before: float | None) -> float:
@@ -116,7 +116,7 @@ class CostFactors:
 
     def first_guess(self) -> CostFactors:
         """Return the factors with which to begin in a similar situation, each as one measurement."""
-        passes = {width: [middle([1.0, *samples])] for width, samples in self.passes.items()}
+        passes = {width: [middle(samples)] for width, samples in self.passes.items() if samples}
         return CostFactors(self.speed[-1:], [middle(self.draft)] if self.draft else [], passes, self.hidden[-1:])
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,6 +34,9 @@ SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
+# Outside captured stages the draft reads a text in about the time of so many steps. With a large draft on a CPU that
+# takes longer than a better plan saves: at most this fraction of the time since the last evaluation.
+READING_STEPS, MOST_READING = 8, 0.05
 CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
 
 
@@ -270,7 +273,9 @@ class Planner:
             plan: the plan that is being followed; kept unless another is clearly faster.
             timing: the timing of its last segment.
         """
-        known, costs, recorded = self.known, self.costs(), self.agreements()
+        known, costs = self.known, self.costs()
+        reads = self.captured or READING_STEPS * costs.draft_step < MOST_READING * self.seconds
+        recorded = self.agreements() if reads else []
         known.texts.update(self.text, recorded)
         self.learned = True
         if recorded and self.captured and _is_reliable(timing):
@@ -279,7 +284,7 @@ class Planner:
             predicted_round = prediction.tokens_per_pass / prediction.tokens_per_second
             ratio = predicted_round * timing.rounds / timing.seconds
             known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
-        texts = self._texts()
+        texts = self._texts() or ([] if reads else [self._typical])
         if not texts:
             return None
         return self._choose(texts, costs, plan)

@@ -214,7 +214,7 @@ def shared_time(first: list[Span], second: list[Span]) -> float:
 
 
 class CpuThreads(threading.local):
-    """Uses fewer of torch's threads while other processes need the cores. Each thread of this process has its own state.
+    """Uses fewer of torch's threads while other processes need the cores. Each thread of a program has its own state.
 
     torch splits each product over its threads and waits for the slowest. A thread that has to wait for a core delays
     all others, hundreds of times per pass: on two cores with two busy processes, a pass over five tokens of the
