@@ -35,8 +35,8 @@ SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
 # Outside captured stages the draft reads a text in about the time of so many steps. With a large draft on a CPU that
-# takes longer than a better plan saves: at most this fraction of the time since the last evaluation.
-READING_STEPS, MOST_READING = 8, 0.05
+# takes longer than a better plan saves: at most this fraction of the time since the last evaluation, or a moment.
+READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
 
 
@@ -274,7 +274,7 @@ class Planner:
             timing: the timing of its last segment.
         """
         known, costs = self.known, self.costs()
-        reads = self.captured or READING_STEPS * costs.draft_step < MOST_READING * self.seconds
+        reads = self.captured or READING_STEPS * costs.draft_step < max(MOMENT, MOST_READING * self.seconds)
         recorded = self.agreements() if reads else []
         known.texts.update(self.text, recorded)
         self.learned = True
