@@ -153,7 +153,7 @@ class Assembly:
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
-            is_captured=lambda plan: self._stages(plan) in self.runner.plans_run,
+            is_captured=lambda plan: not self.static_shapes or self._stages(plan) in self.runner.plans_run,
             remaining=lambda: self.stopper.max_length - max(text.lengths),
         )
 
@@ -178,7 +178,8 @@ class Assembly:
     def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
         """Return these parts with a drafter for the plan."""
         policy = POLICIES[plan.policy]
-        self.runner.plans_run.add(self._stages(plan))
+        if self.static_shapes:
+            self.runner.plans_run.add(self._stages(plan))
         if self.draft_runner is None or not policy.drafts:
             return parts._replace(drafter=NoDraft(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
         drafter = self._drafter(plan, self.draft_runner, parts)

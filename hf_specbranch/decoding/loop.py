@@ -86,15 +86,14 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
-    results, ended = verifier.results(), list(text.done)
+    results = verifier.results()
     rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
         text.stream_out()
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
-    running = [row for row, done in enumerate(ended) if not done]
-    accounting.add([results[row] for row in running], [rows[row] for row in running])
+    accounting.add(results, rows)
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,
