@@ -10,11 +10,12 @@ import torch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_specbranch import specbranch
+from hf_specbranch.decoding import loop
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import idle_runners, prefix_reuse
 
 from .graphs import CHANGES, Comparison, tokens
-from .models import EOS, PAD, VOCABULARY, config, llama, noisy_copy
+from .models import EOS, PAD, VOCABULARY, assert_counts_add_up, config, llama, noisy_copy
 
 pytestmark = pytest.mark.gpu
 
@@ -164,6 +165,30 @@ def test_batch_sizes_are_captured_once():
         compare(text(100, rows=rows))
         captured.append(compare.stats.graphs_captured > 0)
     assert captured == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(("policy", "leaves"), [("autoregressive", 0), ("vanilla", 0), ("vanilla", 3)])
+def test_rows_end_while_a_round_is_in_flight(policy, leaves, monkeypatch):
+    target, draft = pair()
+    model, in_flight, pop, ended = specbranch(copy.deepcopy(target)), [], loop.RoundsInFlight.pop, 0
+    monkeypatch.setattr(loop.RoundsInFlight, "pop", lambda self: (in_flight.append(len(self)), pop(self))[1])
+    settings = config(policy, tree_leaves=leaves, runtime="graph", kernels=True)
+    for seed in range(8):
+        ids = text(12, seed=seed, rows=3)
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        kwargs = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
+        free = target.generate(ids, eos_token_id=None, **kwargs)[:, 12:].tolist()
+        firsts = {token: min(row.index(token) for row in free if token in row) for row in free for token in row}
+        ends = [token for token, first in firsts.items() if 3 <= first <= 9][:2]  # no row ends at once
+        if not ends:
+            continue
+        plain = target.generate(ids, eos_token_id=ends, **kwargs)
+        out = model.generate(ids, eos_token_id=ends, assistant_model=draft, specbranch=settings, **kwargs)
+        assert torch.equal(out, plain), seed
+        assert_counts_add_up(model.specbranch_stats)
+        ended += bool((plain[:, 12:] == PAD).any())
+    assert max(in_flight) == 2 and ended
 
 
 def test_nothing_is_kept_without_a_budget():
