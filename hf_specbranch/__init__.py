@@ -1,4 +1,4 @@
-"""Branch-parallel speculative decoding behind `model.generate()`.
+"""Branch-parallel speculative decoding in `model.generate()`.
 
 Names are imported when they are first used. The pipeline task is registered when transformers' pipelines are imported.
 """

@@ -45,6 +45,7 @@ from .request import (
     check_model,
     check_request,
     seeded_from,
+    warming_up,
     why_plain,
     why_refused,
 )
@@ -163,16 +164,17 @@ class SpecBranchMixin(GenerationMixin):
     def _plain_generate(
         self, arguments: dict[str, Any], generator: torch.Generator | None, assistant: Any = None
     ) -> Any:
+        if warming_up.get() is not None:
+            raise ValueError("there is nothing to warm up: transformers' own decoding would run")
         with seeded_from(generator, cast(PreTrainedModel, self)):
             output = super().generate(assistant_model=assistant, **arguments)
         self.specbranch_stats = None  # a processor may have called `generate()` of this model meanwhile
         return output
 
     def _warn_once(self, reason: str) -> None:
-        if "_specbranch_memory" not in self.__dict__:
-            self._specbranch_memory = Attachment()
-        if reason not in self._specbranch_memory.warned:
-            self._specbranch_memory.warned.add(reason)
+        memory = self.__dict__.setdefault("_specbranch_memory", Attachment())
+        if reason not in memory.warned:
+            memory.warned.add(reason)
             logger.warning("%s falls back to transformers' own decoding: %s", type(self).__name__, reason)
 
     def _validate_generation_mode(
@@ -280,9 +282,6 @@ def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = N
         draft: a smaller model with the same tokenizer, used where `generate()` is given none.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
             none.
-
-    Returns:
-        `model` itself.
 
     Example:
         >>> from hf_specbranch import load_demo_pair, specbranch

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from .model_state import state_of
-from .progress import Progress
+from .progress import TqdmProgress
 from .request import warming_up
 
 PROMPT = 8  # tokens of the prompt that stages are captured with
@@ -57,9 +57,14 @@ def warm_up(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length <= PROMPT + 1:
         raise ValueError(f"max_length={max_length!r}: expected a whole number above {PROMPT + 1}")
     draft = assistant_model if assistant_model is not None else model._specbranch_memory.draft
+    if draft is None and generate_kwargs.get("specbranch") is None:
+        raise ValueError(
+            'there is no draft to warm up with: attach one, pass assistant_model=..., or pass specbranch={"policy": '
+            '"autoregressive"}'
+        )
     began, captured = time.perf_counter(), 0
     with tqdm(unit="plan", desc="warm-up", disable=not progress) as bar:
-        before = warming_up.set(_Bar(bar))
+        before = warming_up.set(TqdmProgress(bar))
         try:
             for rows in dict.fromkeys(batch_sizes):
                 tokens = torch.zeros(
@@ -79,14 +84,3 @@ def warm_up(
     models = [model] if draft is None else [model, draft]
     held = sum(runner.num_bytes for each in models for runner in state_of(each).idle_runners)
     return WarmUp(time.perf_counter() - began, captured, held)
-
-
-class _Bar(Progress):
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-
-    def doing(self, what: str) -> None:
-        self.bar.set_postfix_str(what)
-
-    def advance(self) -> None:
-        self.bar.update()

@@ -173,3 +173,22 @@ def test_a_failing_draft_leaves_the_model_usable(target, draft):
     kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}
     assert torch.equal(model.generate(**kwargs, assistant_model=broken), target.generate(**kwargs))
     assert torch.equal(model.generate(**kwargs), target.generate(**kwargs))
+
+
+# ---- warm-up
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_sizes": ()}, "batch_sizes="),
+        ({"batch_sizes": (1, 0)}, "expected whole numbers above 0"),
+        ({"max_length": 3}, "max_length=3"),
+        ({}, "no draft to warm up with"),
+        ({"specbranch": {"policy": "autoregressive"}, "num_beams": 2}, "nothing to warm up"),
+    ],
+)
+def test_warm_up_refuses_before_it_generates(arguments, words, target):
+    model = attached(target)
+    with pytest.raises(ValueError, match=words):
+        model.warm_up_specbranch(**{"max_length": 64, "progress": False, **arguments})

@@ -165,7 +165,7 @@ def bars(benchmark: TrafficBenchmark) -> list[Bar]:
     if any(replay.compared for replay in benchmark.replays.values()):
         different = [each for replay in benchmark.replays.values() for each in replay.differences]
         wrong = [each for each in different if not is_tie(each, benchmark.pair.target.dtype)]
-        found.append(Bar("outputs unlike plain generate()'s, near-ties aside", len(wrong), 0))
+        found.append(Bar("outputs that differ from plain generate(), near-ties excluded", len(wrong), 0))
     return found
 
 

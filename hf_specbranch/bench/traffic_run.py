@@ -266,7 +266,7 @@ def never_ending(model: PreTrainedModel, settings: SpecBranchConfig) -> Iterator
 
 
 def memory_in_use(model: PreTrainedModel) -> int | None:
-    """Return the bytes in use on the model's device, whoever allocated them; None without CUDA."""
+    """Return the bytes in use on the model's device, by all allocators and processes; None without CUDA."""
     if model.device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(model.device)

@@ -16,7 +16,7 @@ from ..bench.plots import save_speedup
 from ..bench.prompts import Prompt, python_prompts, read_prompts
 from ..bench.traffic import LONGEST, SHORTEST_LONGEST
 from ..config import RUNTIMES
-from ..progress import Progress
+from ..progress import TqdmProgress
 from . import options
 from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, note, terminable
 
@@ -153,7 +153,7 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
     inputs = [(text.id, dict(pair.tokenizer(text.prompt, return_tensors="pt").to(device))) for text in texts]
     stopped: BaseException | None = None
     with tqdm(unit="run", leave=False, file=sys.stderr, disable=None) as bar:
-        benchmark = Benchmark(pair, inputs, plan, Bar(bar))
+        benchmark = Benchmark(pair, inputs, plan, TqdmProgress(bar))
         bar.reset(benchmark.generations)
         try:
             benchmark.run()
@@ -182,7 +182,7 @@ def replay_and_show(
     stopped: BaseException | None = None
     with tqdm(unit="call", leave=False, file=sys.stderr, disable=None) as bar:
         prompts = [text.prompt for text in texts]
-        benchmark = TrafficBenchmark(pair, prompts, traffic, overrides.settings("auto"), Bar(bar))
+        benchmark = TrafficBenchmark(pair, prompts, traffic, overrides.settings("auto"), TqdmProgress(bar))
         bar.reset(benchmark.calls)
         try:
             benchmark.run()
@@ -204,22 +204,6 @@ def _status(stopped: BaseException | None, failed: bool) -> int:
     if stopped is not None:
         raise stopped
     return 1 if failed else 0
-
-
-class Bar(Progress):
-    """Shows the progress of a run on a bar; lines stay on the screen, or in a log, above it."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-
-    def doing(self, what: str) -> None:
-        self.bar.set_description(what)
-
-    def advance(self) -> None:
-        self.bar.update()
-
-    def say(self, line: str) -> None:
-        self.bar.write(line, file=sys.stderr)
 
 
 def check_unused(context: typer.Context, traffic: bool) -> None:

@@ -190,7 +190,7 @@ class Assembly:
         policy, processors = POLICIES[plan.policy], tuple(map(signature, self.call.processors))
         drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
         drafts = (*drafting, plan.tree_leaves) if policy.drafts else ()
-        return plan.policy, drafts, self.samples, processors, self.capacity
+        return plan.policy, drafts, self.samples, processors, self.capacity, self.runner.takes_spans
 
     def observed(self, parts: Parts) -> Parts:
         """Return the parts as the caller's observer wraps them, if there is one."""

@@ -134,7 +134,7 @@ class RoundsInFlight:
     result on the device itself; there is no stopping criterion that the host must call; and the drafter launches the
     same work whatever the result was, so that it needs no feedback from the host. A round that was started after the
     end of the text is discarded. Of a batch, a row that has ended takes part in the round that is in flight, where its
-    result is ignored; from then on the device must be told of finished rows, and each round waits for the host.
+    result is ignored; from then on the host marks finished rows on the device, so each round waits for the host.
 
     Args:
         text: the committed text.

@@ -99,7 +99,7 @@ class Target:
         if self.tokens_alone and can_prefill(self.runner, prompt, padded):
             positions = self._positions(self.slots[None])  # [B, capacity]
             given = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
-            # After padding, keys are those of other positions; and nobody knows which weights computed given ones.
+            # Padding shifts positions, and keys and values from the caller may come from other weights.
             self.reuses_prefix = self.reuses_prefix and not padded and not given
             self.stats.reused_tokens += (reused := self._reusable_tokens(remembered, prompt))
             logits = prefill(self.runner, prompt, positions, self.first, given or reused)

@@ -193,7 +193,7 @@ class Text:
             for count, result, done in zip(gained, results, self.done)
         ]
         is_news = not self.resolved_on_device or any(self.done) or not all(row.complete for row in rows)
-        if is_news and not self.others_in_flight:  # otherwise the device is told after the rounds in flight
+        if is_news and not self.others_in_flight:  # otherwise it is sent after the rounds in flight
             self.device_copy.send([list(map(int, field)) for field in (*zip(*rows), self.lengths)])
         return rows
 

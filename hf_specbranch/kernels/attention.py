@@ -297,7 +297,7 @@ def _split_kernel(
         target = packed * splits + split
         tl.store(maxima + before + target, top, mask=real)
         tl.store(sums + before + target, total, mask=real)
-        used = inside_tile & (top > float("-inf"))[:, None]  # nobody reads the others
+        used = inside_tile & (top > float("-inf"))[:, None]  # others are not read
         tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=used)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from torch import Tensor
 
+from ..machine import write_whole
 from .backend import can_run, triton
 from .gated import gated_product
 from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
@@ -61,13 +60,7 @@ class PlanCache:
         """Keep a result in memory and on disk."""
         self._remember(key, plan)
         entries = {**read_plans(self.file), key: plan}
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.file.parent, delete=False) as file:
-                json.dump(entries, file, indent=1)
-            os.replace(file.name, self.file)
-        except OSError as error:
-            logger.debug("autotuned plans are not kept on disk: %s", error)
+        write_whole(self.file, json.dumps(entries, indent=1))
 
     def _remember(self, key: str, plan: Plan | None) -> None:
         self._in_memory[key] = plan

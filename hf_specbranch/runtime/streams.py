@@ -27,7 +27,7 @@ class _Streams:
         self.of_this_thread = _OfThread()
 
     def _another(self, device: torch.device, priority: int) -> torch.cuda.Stream:
-        """Return a stream that nobody captures on; if there is none, any."""
+        """Return a stream that is not used for captures; if there is none, any."""
         for _ in range(ATTEMPTS):
             stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
             if not self.for_captures[stream.cuda_stream]:
@@ -56,10 +56,10 @@ _streams = _Streams()
 
 
 def capture_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
-    """Return a stream for captures, which nobody else is given while the owner lives."""
+    """Return a stream for captures, which is given to nothing else while the owner lives."""
     return _streams.for_capture(device, owner)
 
 
 def side_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Return a stream of this thread, on which nobody captures."""
+    """Return a stream of this thread that is not used for captures."""
     return _streams.side(device, priority)
