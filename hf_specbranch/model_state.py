@@ -26,7 +26,7 @@ class ModelState:
         kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
             (`runtime.self_check.KernelUse`).
         kernel_recipe: which modules our kernels replace, and how (`kernels.fuse`).
-        kernel_lock: held while a thread runs the model through our kernels.
+        kernel_lock: held while a thread runs the model through our kernels, joins its weights, or compares passes.
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
         num_parameters: counted once, since that takes a millisecond.

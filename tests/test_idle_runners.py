@@ -3,12 +3,13 @@
 import copy
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
 
 from hf_specbranch import specbranch
+from hf_specbranch.kernels.fuse import fuse
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import cuda_graph, idle_runners
 from hf_specbranch.runtime.mask_probe import mask_maker_for
@@ -175,3 +176,13 @@ def test_threads_that_share_models(targets, model):
         texts = list(pool.map(work, jobs))
     assert all(torch.equal(text, wanted) for text, wanted in zip(texts, expected, strict=True))
     assert all(each.specbranch_stats.runtime == "graph" for each in models)
+
+
+@pytest.mark.parametrize("step", [fuse, lambda model: mask_maker_for(model, "target")], ids=["join weights", "probe"])
+def test_no_step_changes_or_compares_a_model_that_runs(step, model):
+    """A weight that moves during another thread's pass ends the process, or fails the probe, which compares bits."""
+    with ThreadPoolExecutor(1) as pool:
+        with state_of(model).kernel_lock:
+            other = pool.submit(step, model)
+            assert not wait([other], timeout=0.5).done
+        other.result()

@@ -42,7 +42,7 @@ from .recognise import (
     record_calls,
     untouched,
 )
-from .storage import join, joined, separate
+from .storage import join, joinable, joined, separate
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that the allocator may keep
@@ -62,7 +62,8 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
     """Join the weights of q, k and v in one storage, and those of gate and up, where they are plain linear layers.
 
     The parameters remain and become views of the joint storage: `state_dict`, `save_pretrained`, adapters, tying and
-    training see no difference. Only one group of weights at a time needs extra memory.
+    training see no difference. Only one group of weights at a time needs extra memory. No other thread may run the
+    model meanwhile, except through SpecBranch, which waits.
 
     Args:
         model: any model; what is not recognised is left alone.
@@ -77,6 +78,19 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo()
     """
     groups = [group for layers in _readers_of_one_input(model) for group in _weights_and_biases(layers)]
+    if any(joinable(group) for group in groups):
+        with state_of(model).kernel_lock:
+            _join_all(groups)
+
+    def undo() -> None:
+        with state_of(model).kernel_lock:
+            for group in groups:
+                separate(group)
+
+    return undo
+
+
+def _join_all(groups: Iterable[Sequence[nn.Parameter]]) -> None:
     freed = 0
     for group in groups:
         if join(group):
@@ -84,13 +98,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         if freed > _FREED_BEFORE_RETURNING:
             freed = _return_memory(group[0])
     if freed:
-        _return_memory(groups[0][0])
-
-    def undo() -> None:
-        for group in groups:
-            separate(group)
-
-    return undo
+        _return_memory(group[0])
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def join(parameters: Sequence[nn.Parameter]) -> bool:
         >>> joined([layer["gate"].weight, layer["up"].weight]).shape
         torch.Size([16, 4])
     """
-    if joined(parameters) is not None or not _joinable(parameters):
+    if not joinable(parameters):
         return False
     lengths = [parameter.shape[0] for parameter in parameters]
     with torch.no_grad():
@@ -61,7 +61,10 @@ def separate(parameters: Sequence[nn.Parameter]) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _joinable(parameters: Sequence[nn.Parameter]) -> bool:
+def joinable(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether `join` would move these parameters: they are plain, alike and not joined yet."""
+    if joined(parameters) is not None:
+        return False
     first = parameters[0]
     return len({id(parameter) for parameter in parameters}) == len(parameters) and all(
         _plain(parameter)

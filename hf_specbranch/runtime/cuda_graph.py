@@ -251,7 +251,7 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
         runner.reserve(1, 1)
         sees_itself = torch.ones((1, 1, 1), dtype=torch.bool, device=tokens.device)
         forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
-        with torch.no_grad(), warnings.catch_warnings():
+        with state.kernel_lock, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reason = _why_it_syncs(forward)
             if reason:

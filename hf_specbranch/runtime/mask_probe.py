@@ -63,13 +63,15 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
             f"sliding-window attention can be rolled back: pass specbranch=False"
         )
-    makers, key = state_of(model).mask_makers, (adapter_state(model), model.dtype, attention)
-    if key not in makers and isinstance(kept := load_check(model, "masks_by_layer_type"), bool):
-        makers[key] = MaskMaker(model, kept)
-    if key not in makers:
-        with torch.no_grad(), evaluating(model):
-            makers[key] = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types")))
-        save_check(model, "masks_by_layer_type", makers[key].by_layer_type)
+    state, key = state_of(model), (adapter_state(model), model.dtype, attention)
+    makers = state.mask_makers
+    with state.kernel_lock:  # no other thread changes how the model runs while passes are compared
+        if key not in makers and isinstance(kept := load_check(model, "masks_by_layer_type"), bool):
+            makers[key] = MaskMaker(model, kept)
+        if key not in makers:
+            with torch.no_grad(), evaluating(model):
+                makers[key] = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types")))
+            save_check(model, "masks_by_layer_type", makers[key].by_layer_type)
     maker: MaskMaker = makers[key]
     return maker
 
