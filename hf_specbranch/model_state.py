@@ -25,7 +25,7 @@ class ModelState:
         sync_reason: why a forward cannot be captured, empty if it can (`runtime.cuda_graph`).
         kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
             (`runtime.self_check.KernelUse`).
-        kernel_recipe: which modules our kernels replace, and how (`kernels.fuse`).
+        kernel_recipe: which modules our kernels replace, and how (`layers.fuse`).
         kernel_lock: held while a thread runs the model through our kernels, joins its weights, or compares passes.
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.kernels.fuse import fuse
+from hf_specbranch.layers.fuse import fuse
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import cuda_graph, idle_runners
 from hf_specbranch.runtime.mask_probe import mask_maker_for

@@ -11,13 +11,14 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phi3 import modeling_phi3 as phi3
 
-from hf_specbranch.kernels import attention_interface, fused, register
+from hf_specbranch.kernels import attention_interface, register
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.attention_interface import original_attention, override_attention
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
+from hf_specbranch.layers import fused
 
 from .families import make
 from .kernels import DEVICE, assert_close, dtypes, logits_over_branches, on_kernels, partials_and_sum, randn, seeds

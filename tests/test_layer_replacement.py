@@ -9,12 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
-from hf_specbranch.kernels import fuse, fused
 from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.forwards import AttentionForward, LayerForward, MlpForward, Shared, split_graph
 from hf_specbranch.kernels.linear import Plan, fits
-from hf_specbranch.kernels.storage import joined
+from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.attention import AttentionForward
+from hf_specbranch.layers.base import split_graph
+from hf_specbranch.layers.decoder_layer import LayerForward
+from hf_specbranch.layers.mlp import MlpForward
+from hf_specbranch.layers.products import Tuned
+from hf_specbranch.layers.storage import joined
 
 from .families import FAMILIES, make
 from .kernels import DEVICE, logits_over_branches
@@ -50,7 +54,7 @@ def test_fused_model_sums_partials(family, monkeypatch):
         return plan
 
     monkeypatch.setattr(products, "BLOCK", 16)  # these models are small
-    monkeypatch.setattr(Shared, "_plan", split)
+    monkeypatch.setattr(Tuned, "_plan", split)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert any(sums for sums, _ in plans) == (family not in ("gemma2", "gemma3"))  # which normalise before the sum
     assert {"split-k", "gated"} <= {kind for _, kind in plans}

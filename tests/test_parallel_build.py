@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_specbranch.kernels import build_in_parallel, can_build_in_parallel, fuse, fused, parallel_build
-from hf_specbranch.kernels.module_check import Call, agreeing
+from hf_specbranch.kernels import build_in_parallel, parallel_build
 from hf_specbranch.kernels.parallel_build import BuildState, Kernel, build_in_background, is_dry_run, room
+from hf_specbranch.layers import can_build_in_parallel, fuse, fused
+from hf_specbranch.layers.base import Call
+from hf_specbranch.layers.check import agreeing
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 from hf_specbranch.runtime.eager import EagerRunner
@@ -355,7 +357,7 @@ def test_models_with_hooks_or_autocast_get_no_dry_run():
     with torch.autocast("cpu", torch.bfloat16):
         assert not can_build_in_parallel(model) and state_of(model).kernel_recipe is None
     assert can_build_in_parallel(model)
-    assert not state_of(model).kernel_recipe.shared.find_weights()  # held no longer than needed
+    assert not state_of(model).kernel_recipe.tuned.find_weights()  # held no longer than needed
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert not can_build_in_parallel(model)
     hook.remove()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_specbranch.kernels import fuse, fused
-from hf_specbranch.kernels.forwards import AttentionForward
+from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.attention import AttentionForward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 real_shapes = importlib.import_module("real_shapes")

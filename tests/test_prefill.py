@@ -314,5 +314,5 @@ def test_prefill_is_one_replay(policy, pair, monkeypatch):
             settings = config(policy, runtime="graph", kernels=kernels)
             got = model.generate(**kwargs, assistant_model=draft, specbranch=settings)
             assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
-        graphs = 2 if kernels else 1  # see `kernels.forwards.split_graph`
+        graphs = 2 if kernels else 1  # see `layers.base.split_graph`
         assert counts == [graphs] * 5

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_specbranch.kernels import fuse, fused
-from hf_specbranch.kernels.forwards import NormForward
 from hf_specbranch.kernels.norm import LAYER_NORM, WIDE
+from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.norm import NormForward
 from hf_specbranch.runtime import cuda_graph, self_check
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from hf_specbranch.kernels import fuse, fused
+from hf_specbranch.layers import fuse, fused
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import release, runner_for
 from hf_specbranch.runtime.self_check import compare

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..kernels import build_in_parallel, can_build_in_parallel, fuse, fused
+from ..kernels import build_in_parallel
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import SPANS
+from ..layers import can_build_in_parallel, fuse, fused
 from ..model_state import every_buffer, every_module, every_parameter, state_of
 from . import idle_runners
 from .base import Step

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
 from ..kernels.backend import HALF_PRECISION
-from ..kernels.module_check import evaluating
+from ..layers.check import evaluating
 from ..model_state import adapter_state, state_of
 from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds, quiet_arguments
 from .kept_checks import load_check, save_check

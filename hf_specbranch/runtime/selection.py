@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
-from ..kernels.forwards import ThreadForward
+from ..layers.base import ThreadForward
 from ..model_state import adapter_state, every_module, every_parameter, has_adapters, state_of
 from . import cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker

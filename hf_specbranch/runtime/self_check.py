@@ -1,6 +1,6 @@
 """Self-check of a whole pass: do our kernels compute what the model's own pass computes? Done once per model.
 
-`kernels/module_check.py` checks the replacement forwards one by one. Here they run together, as in decoding. The model
+`layers/check.py` checks the replacement forwards one by one. Here they run together, as in decoding. The model
 itself prefills a text. One pass over draft tokens with branches then runs through the kernels, and its logits are
 compared with those of the model's own pass over the same cache.
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..kernels.fuse import fused
-from ..kernels.module_check import evaluating
 from ..kernels.spans import SPANS
+from ..layers.check import evaluating
+from ..layers.fuse import fused
 from .eager import SMALLEST, EagerRunner, MaskMaker, spans_to_mask
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import build_in_parallel
-from ..kernels.forwards import split_graph
+from ..layers.base import split_graph
 from .streams import capture_stream
 from .virtual_memory import postpone_unmapping
 

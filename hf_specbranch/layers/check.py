@@ -7,26 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .forwards import AttentionForward, LayerForward, attention_inputs
-from .parallel_build import is_dry_run
+from ..kernels.parallel_build import is_dry_run
+from .base import Call, Replacement, tensor_of
 
 Forward = Callable[..., Any]
+F = TypeVar("F", bound=Forward)
 
 
-class Call(NamedTuple):
-    """One call of a module's own forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-def agreeing(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, Forward]:
+def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) -> dict[nn.Module, F]:
     """Return the replacements that differ from their modules by no more than rounding."""
     if is_dry_run():  # there is nothing to compare, and one of each kind launches all kernels
         errors_of(_one_of_each(replacements), calls)
@@ -35,7 +28,7 @@ def agreeing(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, C
     return {
         module: replacement
         for module, replacement in replacements.items()
-        if errors[module] <= tolerance(_tensor(calls[module].output).dtype)
+        if errors[module] <= tolerance(tensor_of(calls[module].output).dtype)
     }
 
 
@@ -55,9 +48,9 @@ def errors_of(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, 
     return dict(zip(errors, distances.tolist()))
 
 
-def _one_of_each(replacements: Mapping[nn.Module, Forward]) -> dict[nn.Module, Forward]:
+def _one_of_each(replacements: Mapping[nn.Module, F]) -> dict[nn.Module, F]:
     """Return one for each class of modules and shape of parameters."""
-    kinds: dict[tuple[Any, ...], tuple[nn.Module, Forward]] = {}
+    kinds: dict[tuple[Any, ...], tuple[nn.Module, F]] = {}
     for module, replacement in replacements.items():
         shapes = tuple(parameter.shape for parameter in module.parameters())
         kinds.setdefault((type(module), shapes), (module, replacement))
@@ -66,32 +59,21 @@ def _one_of_each(replacements: Mapping[nn.Module, Forward]) -> dict[nn.Module, F
 
 def _distance(replacement: Forward, call: Call) -> Tensor:
     """Return |got - expected| / |expected|; 0 where both are zero."""
-    expected = _tensor(call.output).float()
-    distance = (_tensor(replacement(*call.args, **_with_mask(call.kwargs))).float() - expected).norm()
+    expected = tensor_of(call.output).float()
+    distance = (tensor_of(replacement(*call.args, **_with_mask(call.kwargs))).float() - expected).norm()
     return torch.where(distance == 0, distance, distance / expected.norm())
 
 
 def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -> Tensor:
-    """Return the distance on an input where a difference is above the noise floor, with noise in zero projections.
-
-    A layer is checked again with a small residual: next to a large one, what it adds is lost in rounding. Attention is
-    checked again on an input that makes it sharp: where all tokens get nearly the same weight, positions make no
-    difference.
-    """
-    layer, attention = isinstance(replacement, LayerForward), isinstance(replacement, AttentionForward)
+    """Return the distance on an input where a difference is above the noise floor, with noise in zero projections."""
     zero_weights = [weight for weight in _output_weights(module) if not weight.any()]
-    if not zero_weights and not layer and not attention:
-        return _tensor(call.output).new_zeros((), dtype=torch.float32)
-    args, kwargs = call.args, call.kwargs
-    if layer:
-        args = (_with_small_residual(args[0]), *args[1:])
-    elif attention and "hidden_states" in kwargs:
-        kwargs = {**kwargs, "hidden_states": _sharp(module, kwargs["hidden_states"])}
-    elif attention:
-        args = (_sharp(module, args[0]), *args[1:])
+    telling = replacement.telling_arguments(call.args, call.kwargs) if isinstance(replacement, Replacement) else None
+    if not zero_weights and telling is None:
+        return tensor_of(call.output).new_zeros((), dtype=torch.float32)
+    args, kwargs = telling or (call.args, call.kwargs)
     with evaluating(module), _noise_in(zero_weights):
         again = Call(args, kwargs, module(*args, **kwargs))
-        if not _tensor(again.output).any():
+        if not tensor_of(again.output).any():
             raise ValueError("the output is zero whatever the output projection is")
         return _distance(replacement, again)
 
@@ -100,20 +82,6 @@ def _output_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights of the last products of attention and MLP, in this module or below."""
     products = (getattr(inner, name, None) for inner in module.modules() for name in ("o_proj", "down_proj"))
     return [product.weight for product in products if type(product) is nn.Linear and not product.weight.is_meta]
-
-
-def _with_small_residual(hidden_states: Tensor) -> Tensor:
-    """Scale to a mean square of 1/4096. Norms undo the scale, so what a layer adds does not change."""
-    wide = hidden_states.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean()) / 64).to(hidden_states.dtype)
-
-
-def _sharp(module: Any, hidden_states: Tensor) -> Tensor:
-    """Scale up until the scores of an attention differ by about 1."""
-    products = [layer(hidden_states).float().pow(2).mean().sqrt() for layer in attention_inputs(module)]
-    spread = products[0] * products[min(1, len(products) - 1)] * module.head_dim**0.5 * module.scaling
-    factor: Tensor = spread.clamp(1e-4, 1).rsqrt()
-    return (hidden_states.float() * factor).to(hidden_states.dtype)
 
 
 @torch.no_grad()
@@ -159,11 +127,6 @@ def _with_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     length = states.shape[1]
     mask = torch.ones((1, 1, length, length), dtype=torch.bool, device=states.device).tril()
     return {**kwargs, "attention_mask": mask.expand(states.shape[0], -1, -1, -1)}
-
-
-def _tensor(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
 
 
 def tolerance(dtype: torch.dtype) -> float:

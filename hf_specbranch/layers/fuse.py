@@ -10,38 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..kernels.attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
+from ..kernels.backend import FLOATS
+from ..kernels.parallel_build import build_in_parallel, is_dry_run
 from ..model_state import every_module, state_of
-from .attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
-from .backend import FLOATS
-from .forwards import (
-    AnglesForward,
-    AttentionForward,
-    LayerForward,
-    LinearForward,
-    MlpForward,
-    NormForward,
-    Shared,
-    ThreadForward,
-    attention_inputs,
-    mlp_inputs,
-)
-from .module_check import Call, Forward
-from .parallel_build import build_in_parallel, is_dry_run
-from .recognise import (
-    calls_registered_attention,
-    layer_norms,
-    looks_like_attention,
-    looks_like_mlp,
-    recognise,
-    record_calls,
-    untouched,
-)
+from .attention import AttentionForward
+from .base import Call, Replacement, ThreadForward, untouched
+from .norm import Ahead
+from .products import LinearForward, PlainProduct, Tuned, Weights, is_plain
+from .recognise import calls_registered_attention, readers_of_one_input, recognise, record_calls
 from .storage import join, joinable, joined, separate
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
@@ -52,8 +35,9 @@ class Recipe(NamedTuple):
     """How a model runs through the kernels."""
 
     structure: int  # hash of the model's structure when it was examined
-    shared: Shared
-    forwards: dict[nn.Module, Forward]  # replacements
+    tuned: Tuned
+    ahead: Ahead
+    replacements: dict[nn.Module, Replacement]
     attention: str  # the implementation that the config names meanwhile
     readers: list[Sequence[nn.Linear]]  # linear layers whose weights may be joined
 
@@ -77,7 +61,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo = fuse(target)
         >>> undo()
     """
-    groups = [group for layers in _readers_of_one_input(model) for group in _weights_and_biases(layers)]
+    groups = [group for layers in _joinable_readers(model) for group in _weights_and_biases(layers)]
     if any(joinable(group) for group in groups):
         with state_of(model).kernel_lock:
             _join_all(groups)
@@ -129,12 +113,12 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         stack.enter_context(state_of(model).kernel_lock)
         original, thread = original_attention(config), get_ident()
         recipe = _recipe(model, original)
-        recipe.shared.find_weights = partial(_weights, model, recipe.readers)
-        stack.callback(setattr, recipe.shared, "find_weights", dict)  # holds no weights that the model may drop
+        recipe.tuned.find_weights = partial(_weights, model, recipe.readers)
+        stack.callback(setattr, recipe.tuned, "find_weights", dict)  # holds no weights that the model may drop
         one_pass.begin()
         stack.callback(one_pass.end)
-        stack.callback(_forget, recipe.shared)
-        hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.shared) if get_ident() == thread else None)
+        stack.callback(_forget, recipe.ahead)
+        hook = model.register_forward_pre_hook(lambda *_: _forget(recipe.ahead) if get_ident() == thread else None)
         stack.callback(hook.remove)
         if recipe.attention != original:
             stack.enter_context(override_attention(config, recipe.attention))
@@ -160,15 +144,15 @@ def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] =
     return _replaces_all_attention(model, (replacement for _, replacement in replacements))
 
 
-def _replaces_all_attention(model: PreTrainedModel, replacements: Iterable[Forward]) -> bool:
+def _replaces_all_attention(model: PreTrainedModel, replacements: Iterable[Replacement]) -> bool:
     """Return whether the attention of every layer is replaced."""
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     return sum(isinstance(replacement, AttentionForward) for replacement in replacements) == layers
 
 
-def _forget(shared: Shared) -> None:
+def _forget(ahead: Ahead) -> None:
     """Drop what was computed for one pass."""
-    shared.ahead, shared.sums_partials = None, False
+    ahead.forget()
     one_pass.forget()
 
 
@@ -195,15 +179,15 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
 
 
 def _examine(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:
-    shared, readers = Shared(), _readers_of_one_input(model)
-    shared.find_weights = partial(_weights, model, readers)  # all of a shape: one alone would stay in a cache
-    forwards = recognise(model, calls, shared, implementation == "sdpa")
+    tuned, ahead, readers = Tuned(), Ahead(), _joinable_readers(model)
+    tuned.find_weights = partial(_weights, model, readers)  # all of a shape: one alone would stay in a cache
+    replacements = recognise(model, calls, tuned, ahead, implementation == "sdpa")
     attention = implementation  # not used where every layer's attention is replaced
-    if not _replaces_all_attention(model, forwards.values()):
+    if not _replaces_all_attention(model, replacements.values()):
         attention = registered_attention(model, implementation)
-    shared.find_weights = dict
-    _forget(shared)
-    return Recipe(structure, shared, forwards, attention, readers)
+    tuned.find_weights = dict
+    _forget(ahead)
+    return Recipe(structure, tuned, ahead, replacements, attention, readers)
 
 
 def registered_attention(model: PreTrainedModel, implementation: str) -> str:
@@ -213,37 +197,26 @@ def registered_attention(model: PreTrainedModel, implementation: str) -> str:
     return ours if alike else implementation
 
 
-def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, Forward]]:
+def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, Replacement]]:
     """Yield the replacements that may be used now: hooks may have been added since the model was examined."""
     bypassed: set[nn.Module] = set()
-    for module, forward in recipe.forwards.items():
-        if "forward" not in module.__dict__ and all(untouched(inner) for inner in _bypassed(module, forward)):
-            bypassed.update(_bypassed(module, forward))
-            yield module, forward
+    for module, replacement in recipe.replacements.items():
+        if "forward" not in module.__dict__ and all(untouched(inner) for inner in replacement.bypassed):
+            bypassed.update(replacement.bypassed)
+            yield module, replacement
     for module in every_module(model):
         if type(module) is nn.Linear and module not in bypassed and "forward" not in module.__dict__:
             if module.weight.is_cuda and module.weight.numel() >= SMALLEST_PRODUCT and module.weight.dtype in FLOATS:
-                yield module, LinearForward(module, recipe.shared)
+                yield module, LinearForward(PlainProduct([module], recipe.tuned))
 
 
-def _bypassed(module: Any, forward: Forward) -> list[nn.Module]:
-    """Return the modules that a replacement does not call."""
-    if isinstance(forward, AttentionForward):
-        norms = [module.q_norm, module.k_norm] if forward.norm is not None else []
-        return [*attention_inputs(module), module.o_proj, *norms]
-    if isinstance(forward, MlpForward):
-        return [*mlp_inputs(module), module.down_proj]
-    if isinstance(forward, LayerForward):
-        return [*layer_norms(module), *([forward.following] if forward.following is not None else [])]
-    assert isinstance(forward, NormForward | AnglesForward)
-    return []
-
-
-def _readers_of_one_input(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
-    """Return the linear layers that could be one product: q, k and v, gate and up."""
-    readers = [attention_inputs(module) for module in every_module(model) if looks_like_attention(module)]
-    readers += [mlp_inputs(module) for module in every_module(model) if looks_like_mlp(module)]
-    return [layers for layers in readers if len(layers) > 1]
+def _joinable_readers(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
+    """Return the plain linear layers that could be one product, all or none of them with a bias."""
+    return [
+        layers
+        for layers in readers_of_one_input(model)
+        if all(is_plain(layer) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
+    ]
 
 
 def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
@@ -252,12 +225,10 @@ def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]
     return [[layer.get_parameter(name) for layer in layers] for name in names]
 
 
-def _weights(
-    model: PreTrainedModel, readers: list[Sequence[nn.Linear]]
-) -> dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]:
+def _weights(model: PreTrainedModel, readers: list[Sequence[nn.Linear]]) -> Weights:
     """Return all weights by shape, joined ones as one."""
     wholes = [whole for layers in readers if (whole := joined([layer.weight for layer in layers])) is not None]
-    weights: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+    weights: Weights = {}
     for weight in (*wholes, *(module.weight for module in every_module(model) if type(module) is nn.Linear)):
         weights.setdefault((weight.shape, weight.dtype), []).append(weight.detach())
     return weights

@@ -1,0 +1,56 @@
+"""Cosines and sines of rotary positions through our kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..kernels.angles import angles
+from ..model_state import every_module
+from .base import Replacement
+
+POSITIONS = 2047 * torch.arange(16)  # of the check
+
+
+class AnglesForward(Replacement):
+    """Replaces the module that computes cosines and sines of rotary positions."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return angles(position_ids, self.module.inv_freq, self.module.attention_scaling, x.dtype)
+
+
+def looks_like_angles(module: Any) -> bool:
+    """Return whether a module computes rotary angles from frequencies that do not depend on the length of the text."""
+    frequencies = getattr(module, "inv_freq", None)
+    return (
+        isinstance(frequencies, Tensor)
+        and frequencies.dim() == 1
+        and isinstance(getattr(module, "attention_scaling", None), int | float)
+        and getattr(module, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+    )
+
+
+@torch.no_grad()
+def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
+    """Replace the modules that compute cosines and sines of positions; checked up to large positions."""
+    found: dict[nn.Module, AnglesForward] = {}
+    x = model.get_input_embeddings().weight[:1, None]
+    positions = POSITIONS.to(x.device)[None]
+    for module in every_module(model):
+        if not looks_like_angles(module):
+            continue
+        try:
+            pairs = zip(AnglesForward(module)(x, positions), module(x, positions), strict=True)
+            error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            continue
+        if error <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
+            found[module] = AnglesForward(module)
+    return found

@@ -1,0 +1,118 @@
+"""What all replacement forwards have in common, and how one takes the place of a module's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+FIRST_LAYERS = 2  # in the first graph of a captured stage
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """One call of a module's own forward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class Replacement:
+    """A forward in place of a module's own, inside a `fused` context: the same arguments, the same values.
+
+    Attributes:
+        bypassed: the modules that it does not call; none of them may have hooks.
+        gives_partials: it may return split-K partials in place of a tensor, where the layer sums them.
+    """
+
+    gives_partials = False
+
+    def __init__(self, bypassed: list[nn.Module] | None = None) -> None:
+        self.bypassed = bypassed or []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def telling_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Return other arguments, on which an error of this replacement is above the noise floor; None if any will do.
+
+        Args:
+            args: of a call of the module.
+            kwargs: of the same call.
+        """
+        return None
+
+
+class ThreadForward:
+    """Takes the place of a module's `forward`: ours in the thread that runs the kernels, the module's own in others."""
+
+    def __init__(self, module: nn.Module, ours: Callable[..., Any]) -> None:
+        self.ours, self.own, self.thread = ours, module.forward, get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.ours if get_ident() == self.thread else self.own)(*args, **kwargs)
+
+
+def gives_partials(module: nn.Module) -> bool:
+    """Return whether a module runs through a replacement that may return split-K partials."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, ThreadForward) and getattr(forward.ours, "gives_partials", False)
+
+
+def untouched(module: Any) -> bool:
+    """Return whether a module has no hooks and its class's own forward."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" not in module.__dict__ and not any(getattr(module, name) for name in hooks)
+
+
+def submodules(module: Any, names: Sequence[str]) -> list[nn.Module]:
+    """Return the submodules of these names; nothing if one is missing."""
+    found = [getattr(module, name, None) for name in names]
+    modules = [inner for inner in found if isinstance(inner, nn.Module)]
+    return modules if len(modules) == len(found) else []
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Return the first output of a module that returns one tensor or several."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+class _Splitter:
+    def __init__(self, split: Callable[[], None]) -> None:
+        self.split, self.layers = split, 0
+
+    def layer_done(self) -> None:
+        self.layers += 1
+        if self.layers == FIRST_LAYERS:
+            self.split()
+
+
+_splitter: ContextVar[_Splitter | None] = ContextVar("splitter", default=None)
+
+
+@contextmanager
+def split_graph(split: Callable[[], None]) -> Iterator[None]:
+    """Call `split` once, after the first layers: the stage that is captured continues in a second graph.
+
+    The device starts a graph when the host has launched all of it, and a stage has hundreds of kernels. With a short
+    first graph, the device works on it while the host launches the second.
+    """
+    before = _splitter.set(_Splitter(split))
+    try:
+        yield
+    finally:
+        _splitter.reset(before)
+
+
+def layer_done() -> None:
+    """Say that a decoder layer has run; see `split_graph`."""
+    if (splitter := _splitter.get()) is not None:
+        splitter.layer_done()

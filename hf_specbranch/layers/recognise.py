@@ -1,0 +1,113 @@
+"""Which modules of a model the kernels can replace.
+
+Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
+and an epsilon). A few tokens then run through the model. The output of every candidate is compared with that of its
+replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
+used.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..kernels.attention_interface import override_attention
+from ..model_state import every_module
+from .angles import recognise_angles
+from .attention import attention_inputs, recognise_attention
+from .base import Call, Replacement
+from .check import agreeing, evaluating, tolerance
+from .decoder_layer import looks_like_layer, recognise_layers
+from .mlp import mlp_inputs, recognise_mlp
+from .norm import Ahead, looks_like_norm, recognise_norms
+from .products import Tuned
+
+TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots
+
+
+def recognise(
+    model: PreTrainedModel, calls: dict[nn.Module, Call], tuned: Tuned, ahead: Ahead, uncapped: bool
+) -> dict[nn.Module, Replacement]:
+    """Return replacement forwards for the modules that compute what the kernels compute, each checked on its own input.
+
+    Args:
+        model: the model.
+        calls: inputs and outputs of its modules, from `record_calls`.
+        tuned: computes products for the replacements.
+        ahead: what the replacements share during a pass.
+        uncapped: the model's attention ignores soft caps and sinks.
+    """
+    norms = recognise_norms(calls, ahead)
+    forms = {module: forward.form for module, forward in norms.items()}
+    candidates: dict[nn.Module, Replacement] = {}
+    for module in calls:
+        found = recognise_mlp(module, tuned, ahead) or recognise_attention(module, tuned, ahead, forms, uncapped)
+        if found is not None:
+            candidates[module] = found
+    replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
+    layers = [module for module in calls if looks_like_layer(module)]
+    return replacements | agreeing(recognise_layers(model, layers, forms, ahead), calls)
+
+
+def readers_of_one_input(model: PreTrainedModel) -> list[list[Any]]:
+    """Return the layers that could be one product: q, k and v, gate and up."""
+    return [list(layers) for module in every_module(model) if len(layers := _inputs(module)) > 1]
+
+
+def _inputs(module: nn.Module) -> Any:
+    return attention_inputs(module) or mlp_inputs(module)
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    return looks_like_norm(module) or looks_like_layer(module) or bool(_inputs(module))
+
+
+@torch.no_grad()
+def record_calls(model: PreTrainedModel) -> dict[nn.Module, Call]:
+    """Run a few tokens through the model and record the inputs and outputs of the candidates."""
+    calls: dict[nn.Module, Call] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.setdefault(module, Call(args, kwargs, output))
+
+    with evaluating(model), ExitStack() as stack:
+        for module in every_module(model):
+            if _is_candidate(module):
+                stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        model(input_ids=_few_tokens(model), use_cache=False)
+    return calls
+
+
+@torch.no_grad()
+def calls_registered_attention(model: PreTrainedModel, names: tuple[str, str]) -> bool:
+    """Return whether a model computes the same when its config names the second of two attentions.
+
+    Some models look at the name and take a path of their own.
+    """
+    config = model.config.get_text_config(decoder=True)
+    ids = _few_tokens(model)
+    hidden = torch.ones((1, 1, TOKENS, TOKENS), dtype=torch.bool, device=ids.device).triu(1)
+    hidden[..., TOKENS - 1, 1] = True
+    mask = ~hidden
+    if names[0] == "eager":
+        mask = torch.zeros(hidden.shape, dtype=model.dtype, device=ids.device)
+        mask.masked_fill_(hidden, torch.finfo(model.dtype).min)
+    logits = []
+    with evaluating(model):
+        try:
+            for name in names:
+                with override_attention(config, name):
+                    logits.append(model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float())
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
+            return False
+    return bool((logits[0] - logits[1]).norm() <= tolerance(model.dtype) * logits[0].norm())
+
+
+def _few_tokens(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    ids: Tensor = (torch.arange(TOKENS, device=weight.device) * 7 + 1)[None] % weight.shape[0]
+    return ids
