@@ -9,13 +9,14 @@ from statistics import median
 
 import pytest
 
+from hf_specbranch.bench.limit import token_cost
 from hf_specbranch.bench.measure import Benchmark, Plan
 from hf_specbranch.bench.methods import Overrides
 from hf_specbranch.bench.report import build
 
 from .benchmarks import NEW_TOKENS, benchmark_of_all_methods, tiny_pair
 from .families import make
-from .models import llama, prompt
+from .models import prompt
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
@@ -81,14 +82,6 @@ def test_predictions_are_drawn(finished, tmp_path):
 # ---- the time of a pass
 
 
-def test_embedding_table_counts_only_as_output_layer():
-    table = 48 * 32 * 4
-    untied, tied = llama(0), llama(0, tie_word_embeddings=True)
-    everything = sum(weight.numel() * 4 for weight in untied.parameters())
-    assert pass_time.weight_bytes(untied) == everything - table
-    assert pass_time.weight_bytes(tied) == everything - table
-
-
 def test_distance_to_the_limit(pair):
     found = pass_time.distance_to_limit(pair.target, (16, 64), "auto")  # caches grow in steps of 64
     assert found["limit_ms"] == pytest.approx(1000 * found["weight_bytes"] / found["copy_bytes_per_second"])
@@ -107,7 +100,7 @@ def test_draft_step_is_the_difference_of_stages(pair, monkeypatch):
         return [3.0 + 0.5 * len(masks)]
 
     monkeypatch.setattr(pass_time, "timed", timed)
-    monkeypatch.setattr(pass_time, "copy_bandwidth", lambda _: 2.0 * pass_time.weight_bytes(pair.draft))
+    monkeypatch.setattr(pass_time, "copy_bandwidth", lambda _: 2.0 * token_cost(pair.draft).bytes)
     hook = pair.draft.register_forward_pre_hook(
         lambda _, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
     )
@@ -190,7 +183,7 @@ def test_overhead_compares_with_transformers(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_script_has_help(path):
-    if path.stem in ("lab", "real_shapes"):
+    if path.stem == "lab":
         pytest.skip("a module of the scripts")
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and f"python examples/benchmarks/{path.name}" in done.stdout

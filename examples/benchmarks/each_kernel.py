@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from hf_specbranch.bench.limit import copy_bandwidth
+from hf_specbranch.bench.timing import timed
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.autotune import autotune
@@ -25,8 +27,7 @@ from hf_specbranch.kernels.norm import rms_norm, rms_norm_reference
 from hf_specbranch.kernels.rotary import Slots, rotary, rotary_reference
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lab import finish, load, parser_for, timed  # noqa: E402
-from pass_time import copy_bandwidth  # noqa: E402
+from lab import finish, load, parser_for  # noqa: E402
 
 TOKENS, CONTEXT = 8, 512
 LARGEST_CACHE = 128 << 20  # bytes; operands that a pass reads once must not come from a cache

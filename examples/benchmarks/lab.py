@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +66,6 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if any(number < 1 for number in numbers):
         raise argparse.ArgumentTypeError(f"{text}: expected whole numbers above 0, e.g. 512,4000")
     return numbers
-
-
-def timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` calls after three uncounted ones; by device events on CUDA."""
-    for _ in range(3):
-        work()
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(repeats):
-            work()
-            marks.append(time.perf_counter())
-        return [later - earlier for earlier, later in zip(marks, marks[1:])]
-    with torch.cuda.device(device):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            work()
-            event.record()
-        torch.cuda.synchronize(device)
-    return [earlier.elapsed_time(later) / 1000 for earlier, later in zip(events, events[1:])]
 
 
 def check_context(pair: Pair, lengths: Iterable[int], room: int = 8) -> None:

@@ -19,33 +19,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specbranch.bench.timing import forget
+from hf_specbranch.bench.limit import copy_bandwidth, token_cost
+from hf_specbranch.bench.timing import forget, timed
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lab import check_context, finish, load, overrides, parser_for, timed, whole_numbers  # noqa: E402
+from lab import check_context, finish, load, overrides, parser_for, whole_numbers  # noqa: E402
 
 BRANCHES = (1, 4)  # draft steps are timed with so many branches
 STEPS = (2, 6)  # the cost of a step is the difference between stages of these lengths
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}  # large enough to leave every cache
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that one pass reads: all but the embedding table, of which it reads a few rows.
-
-    A table that is also the output layer is read in full, so it counts.
-    """
-    table, output = model.get_input_embeddings(), model.get_output_embeddings()
-    skipped = table.weight if output is None or output.weight is not table.weight else None
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight is not skipped)
-
-
-def copy_bandwidth(device: torch.device, size: int | None = None, repeats: int = 10) -> float:
-    """Return the bytes per second that a large copy on one device reads and writes."""
-    size = size or COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    destination = torch.empty_like(source)
-    return 2 * size / median(timed(lambda: destination.copy_(source), device, repeats))
 
 
 @torch.no_grad()
@@ -112,7 +94,7 @@ def distance_to_limit(
     queries: tuple[int, ...] = (1, 8),
 ) -> dict[str, Any]:
     """Compare the time of a pass with reading the weights once, at each context and number of tokens."""
-    weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
+    weights, bandwidth = token_cost(model).bytes, copy_bandwidth(model.device)
     limit = weights / bandwidth
     passes = []
     for context in contexts:
@@ -132,7 +114,7 @@ def distance_to_limit(
 
 def draft_steps(model: PreTrainedModel, context: int, runtime: str, kernels: bool | str = "auto") -> dict[str, Any]:
     """Compare the time of a draft step with reading the weights once, for one branch and for several."""
-    weights, bandwidth = weight_bytes(model), copy_bandwidth(model.device)
+    weights, bandwidth = token_cost(model).bytes, copy_bandwidth(model.device)
     limit = weights / bandwidth
     steps = []
     for branches in BRANCHES:

@@ -5,7 +5,7 @@ precision and by us as decoding runs: for the prompt, and for a text after it wi
 in batches of one and of four. The error is the root mean square difference from float32 in units of the logits' spread.
 
     python examples/benchmarks/precision.py                        # all models, at full size
-    python examples/benchmarks/precision.py Cohere2-7B --layers 8
+    python examples/benchmarks/precision.py command-r7b --layers 8
     python examples/benchmarks/precision.py --tiny --device cpu    # the same architectures, shrunk
 
 It ends with status 1 if an error of ours exceeds 1.1 times that of transformers, or a model could not be measured.
@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from hf_specbranch.bench.random_model import random_model
+from hf_specbranch.bench.shapes import SHAPES, config_of
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import release, runner_for
 from hf_specbranch.runtime.self_check import compare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from real_shapes import CONFIGS, build  # noqa: E402
 
 PROMPT, DECODED = 64, 32  # tokens
 BATCHES = (1, 4)
@@ -159,7 +157,7 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 def line(name: str, measured: Measured, seconds: float) -> str:
     errors = "  ".join(f"{what}: {error.ours:.4f}/{error.plain:.4f}" for what, error in measured.errors.items())
     return (
-        f"{name:14} {measured.kernels:6} worst {measured.worst:.3f}  self-check {measured.noise:.2f}  "
+        f"{name:20} {measured.kernels:6} worst {measured.worst:.3f}  self-check {measured.noise:.2f}  "
         f"{seconds:.0f} s  {errors}"
     )
 
@@ -180,27 +178,27 @@ def table(found: dict[str, Measured | str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(CONFIGS)}; default: all")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--layers", type=int, help="use only this many layers")
     parser.add_argument("--tiny", action="store_true", help="shrink every size")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     options = parser.parse_args()
-    if unknown := set(options.models) - set(CONFIGS):
+    if unknown := set(options.models) - set(SHAPES):
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
     transformers_logging.set_verbosity_error()
     found: dict[str, Measured | str] = {}
-    for name in options.models or CONFIGS:
+    for name in options.models or SHAPES:
         begun = time.perf_counter()
         try:
             dtype = getattr(torch, options.dtype)
-            model = build(name, options.device, dtype, layers=options.layers, tiny=options.tiny)
+            model = random_model(config_of(name, options.layers, options.tiny), options.device, dtype)
             measured = found[name] = measure(model)
             print(line(name, measured, time.perf_counter() - begun), flush=True)
         except Exception as error:
             traceback.print_exc(limit=-3)
             found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            print(f"{name:14} {found[name]}", flush=True)
+            print(f"{name:20} {found[name]}", flush=True)
         model = None
         gc.collect()
         if torch.cuda.is_available():

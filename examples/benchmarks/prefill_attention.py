@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from hf_specbranch.bench.timing import timed
 from hf_specbranch.kernels.prefill_attention import Tiles, attend_chunk, tiles_for
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lab import finish, timed, whole_numbers  # noqa: E402
+from lab import finish, whole_numbers  # noqa: E402
 
 SWEPT = [
     Tiles(queries, keys, warps, stages)

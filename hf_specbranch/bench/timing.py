@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -138,3 +139,23 @@ def percentile(values: list[float], part: float) -> float | None:
         2.0
     """
     return sorted(values)[max(0, ceil(part * len(values)) - 1)] if values else None
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Return the seconds of each of `repeats` calls after three uncounted ones; by device events on CUDA."""
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            work()
+            marks.append(time.perf_counter())
+        return [later - earlier for earlier, later in zip(marks, marks[1:])]
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        torch.cuda.synchronize(device)
+    return [earlier.elapsed_time(later) / 1000 for earlier, later in zip(events, events[1:])]

@@ -1,33 +1,44 @@
-"""`hf-specbranch bench`: compare every method of generating the same tokens, or replay traffic, in one process."""
+"""`hf-specbranch bench`: compare methods of generating the same tokens, replay traffic, or time model families."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from tqdm import tqdm
 
 from ..bench.methods import DEFAULT_METHODS, METHODS, Overrides, Pair, check_names
-from ..bench.plots import save_speedup
 from ..bench.prompts import Prompt, python_prompts, read_prompts
+from ..bench.shapes import SHAPES
 from ..bench.traffic import LONGEST, SHORTEST_LONGEST
 from ..config import RUNTIMES
 from ..progress import TqdmProgress
 from . import options
-from .printing import INTERRUPTED, TERMINATED, Console, Terminated, leaving_cleanly, note, terminable
+from .bench_report import Files, exit_status, plain_values
+from .printing import Console, leaving_cleanly, note, terminable
 
 if TYPE_CHECKING:
     from ..bench.measure import Plan
     from ..bench.traffic import Traffic
 
 EPILOG = "Methods: " + "; ".join(f"{name}: {title}" for name, title in METHODS.items()) + "."
-# Options that mean nothing with --traffic, and those that mean nothing without it.
-OF_METHODS = ("num_prompts", "temperature", "methods", "repeat", "sweep", "png_file")
+EPILOG += f"\n\nFamilies: {', '.join(SHAPES)}."
+# The kinds of benchmark that use an option; all of them use the others.
+OF_METHODS = ("num_prompts", "temperature", "methods", "sweep", "png_file")
 OF_TRAFFIC = ("traffic_max_length", "requests", "steady_runs", "warm_up", "check")
+OF_FAMILIES = ("context_length", "bandwidth", "plain", "tiny")
+OF_A_PAIR = ("target", "draft", "grow", "length_head", "prompts")
+OF_DRAFTING = ("max_draft_length", "confidence_threshold", "max_branches")
+USED_BY: dict[str, tuple[str, ...]] = {
+    "repeat": ("methods", "families"),
+    "traffic": ("methods", "traffic"),
+    **dict.fromkeys(OF_METHODS, ("methods",)),
+    **dict.fromkeys(OF_TRAFFIC, ("traffic",)),
+    **dict.fromkeys(OF_FAMILIES, ("families",)),
+    **dict.fromkeys((*OF_A_PAIR, *OF_DRAFTING), ("methods", "traffic")),
+}
 RENAMED_METHODS = {"specbranch-outcomes": "specbranch-rejections"}  # accepted for one release
 
 
@@ -69,6 +80,14 @@ def bench(
     steady_runs: Annotated[int, typer.Option(min=1, help="Repetitions per steady time.")] = 3,
     warm_up: Annotated[bool, typer.Option("--warm-up", help="Warm up all sizes of the traffic first.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the traffic misses a bar.")] = False,
+    families: Annotated[
+        str | None,
+        typer.Option(help="Time random models: names as below, ids or folders; or all."),
+    ] = None,
+    context_length: Annotated[int, typer.Option(min=1, help="Tokens of context of the families.")] = 512,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s of the limit. Default: measured.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Time plain generate() of the families too.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Shrink the families: a quick trial on a CPU.")] = False,
 ) -> None:
     """Compare transformers' own methods and ours on the same models and prompts.
 
@@ -79,15 +98,19 @@ def bench(
     With --traffic, our default method replays mixed prompt lengths, growing chats, changing batch sizes and random
     requests instead, and is compared with its own steady state.
 
+    With --families, models of real shapes with random weights decode without a draft, one after another. The time per
+    token is compared with the time to read the weights. Nothing is downloaded for names of shapes.
+
     Example: hf-specbranch bench --grow 7b:68m --device cuda --dtype bfloat16 --max-new-tokens 256 --json bench.json
     """
     files = Files(json_file, markdown_file, png_file)
     files.check()
-    check_unused(context, traffic)
+    check_unused(context, "traffic" if traffic else "families" if families is not None else "methods")
     import torch
 
     from ..bench.measure import Plan
     from ..bench.traffic import Traffic, fitting_length
+    from .bench_families import families_and_show
     from .pair import PairNames, load_bench_pair
 
     overrides = Overrides(
@@ -102,6 +125,9 @@ def bench(
         temperature=temperature,
     )
     check_plan(plan)
+    if families is not None:
+        torch.set_num_threads(threads or torch.get_num_threads())
+        raise typer.Exit(families_and_show(_split(families), overrides, files, plain_values(context.params)))
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.manual_seed(seed)
@@ -112,32 +138,10 @@ def bench(
             replayed = Traffic(
                 max_new_tokens, longest, requests=requests, steady_runs=steady_runs, warm_up=warm_up, seed=seed
             )
-            status = replay_and_show(pair, texts, replayed, overrides, files, _plain(context.params))
+            status = replay_and_show(pair, texts, replayed, overrides, files, plain_values(context.params))
         else:
-            status = measure_and_show(pair, texts[:num_prompts], plan, files, _plain(context.params))
+            status = measure_and_show(pair, texts[:num_prompts], plan, files, plain_values(context.params))
     raise typer.Exit(status)
-
-
-class Files(NamedTuple):
-    """Files that the report is written to."""
-
-    json: Path | None
-    markdown: Path | None
-    png: Path | None
-
-    def check(self) -> None:
-        """Refuse files that cannot be written, before any work."""
-        options.check_file("--json", self.json)
-        options.check_file("--markdown", self.markdown)
-        options.check_picture(self.png)
-
-    def write(self, report: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:
-        if self.json is not None:
-            self.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if self.markdown is not None:
-            self.markdown.write_text(markdown(report), encoding="utf-8")
-        if self.png is not None:
-            save_speedup(report, self.png)
 
 
 def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, settings: dict[str, Any]) -> int:
@@ -165,7 +169,7 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
         print_report(report, Console())
     finally:  # the reader of a pipe may be gone
         files.write(report, markdown)
-    return _status(stopped, failed=bool(benchmark.failed))
+    return exit_status(stopped, failed=bool(benchmark.failed))
 
 
 def replay_and_show(
@@ -194,25 +198,21 @@ def replay_and_show(
     finally:  # the reader of a pipe may be gone
         files.write(report, traffic_markdown)
     missed = settings["check"] and not all(bar["met"] for bar in report["bars"])
-    return _status(stopped, failed=missed)
+    return exit_status(stopped, failed=missed)
 
 
-def _status(stopped: BaseException | None, failed: bool) -> int:
-    """Return the exit status; raises what stopped the run unless it was Ctrl-C or SIGTERM."""
-    if isinstance(stopped, KeyboardInterrupt):
-        return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
-    if stopped is not None:
-        raise stopped
-    return 1 if failed else 0
-
-
-def check_unused(context: typer.Context, traffic: bool) -> None:
-    """Refuse options that mean nothing here, rather than ignore them."""
-    names = OF_METHODS if traffic else OF_TRAFFIC
-    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
-        listed = ", ".join("--" + name.removesuffix("_file").replace("_", "-") for name in given)
-        raise ValueError(f"{listed}: {'not used with' if traffic else 'only used with'} --traffic, leave it out")
+def check_unused(context: typer.Context, kind: str) -> None:
+    """Refuse options that this kind of benchmark does not use, rather than ignore them."""
+    unused = [name for name, kinds in USED_BY.items() if kind not in kinds]
+    given = [name for name in unused if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if not given:
+        return
+    place = f"not used with --{kind}"
+    if kind == "methods":
+        place = f"only used with --{USED_BY[given[0]][0]}"
+        given = [name for name in given if USED_BY[name] == USED_BY[given[0]]]
+    listed = ", ".join("--" + name.removesuffix("_file").replace("_", "-") for name in given)
+    raise ValueError(f"{listed}: {place}, leave it out")
 
 
 def check_plan(plan: Plan) -> None:
@@ -238,8 +238,3 @@ def _lengths(given: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in _split(given)):
         raise ValueError(f"--sweep {given}: expected whole numbers above 0 with commas between them, e.g. 2,4,8")
     return tuple(int(part) for part in _split(given))
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return options as JSON can hold them."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -15,11 +15,11 @@ def check_names(target: str | None, draft: str | None) -> None:
         return
     if draft is None:
         raise ValueError(f"--target {target} without --draft: name both, or leave both out for the embedded pair")
-    _check_folder("--target", target)
-    _check_folder("--draft", draft)
+    check_folder("--target", target)
+    check_folder("--draft", draft)
 
 
-def _check_folder(option: str, name: str) -> None:
+def check_folder(option: str, name: str) -> None:
     """Refuse what looks like a path but does not exist; anything else may be a repository."""
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"{option} {name}: no such folder")

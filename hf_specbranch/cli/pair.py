@@ -77,7 +77,7 @@ class PairNames(NamedTuple):
 
 def load_bench_pair(names: PairNames) -> Pair:
     """Load a pair with SpecBranch attached, grown if requested, with a length head if there is one that fits."""
-    device = _device(names.device)
+    device = device_of(names.device)
     shapes = _shapes(names.grow)
     logging.disable_progress_bar()
     head = _small_head(names)
@@ -109,7 +109,8 @@ def _small_head(names: PairNames) -> LengthHead | None:
     return load_demo_pair(cast(Literal["good", "weak"], names.draft or "good"), head=True)[3]
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device of this name, if it is there."""
     try:
         device = torch.device(name)
     except RuntimeError:
