@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -236,7 +235,7 @@ def kernels_of(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
     return sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
 
 

@@ -86,7 +86,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     used = report["versions"]
     found = [
         f"{used['device']}, torch {used['torch']}, transformers {used['transformers']}",
-        f"{report['dtype']}, random weights, batch size 1, {report['context']} tokens of context, {report['max_new_tokens']} new tokens, greedy",
+        f"{report['dtype']}, random weights, batch size 1, {report['context']} tokens of context, "
+        f"{report['max_new_tokens']} new tokens, greedy",
     ]
     if report["bandwidth"] is not None:
         how = "measured: a large copy, bytes read and written" if report["bandwidth_measured"] else "as given"

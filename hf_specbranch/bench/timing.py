@@ -152,7 +152,8 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int) -> lis
             marks.append(time.perf_counter())
         return [later - earlier for earlier, later in zip(marks, marks[1:])]
     with torch.cuda.device(device):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        new_event: Any = torch.cuda.Event
+        events = [new_event(enable_timing=True) for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:
             work()
