@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..kernels.fuse import fused
+from ..layers import fused
 from ..mixin import specbranch
 from ..model_state import every_module, state_of
 from ..progress import Progress

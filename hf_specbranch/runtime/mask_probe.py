@@ -185,8 +185,8 @@ class _Probe:
         hidden[self.last] = False
         unseen = hidden.nonzero()[:, 0]
         with self._changed(self.far, unseen):
+            same = self._same(alone, self._alone(), self._alone)  # before the queries, whose keys it reads, run again
             changed = self._queries()
-            same = self._same(alone, self._alone(), self._alone)
         if not torch.equal(queries[:REFERENCES], changed[:REFERENCES]):
             # In a mixture of experts, changed queries for single layers may have moved other queries to other experts.
             with self._changed(self.far[:0], unseen):
