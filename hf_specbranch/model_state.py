@@ -28,6 +28,7 @@ class ModelState:
         kernel_recipe: which modules our kernels replace, and how (`layers.fuse`).
         kernel_lock: held while a thread runs the model through our kernels, joins its weights, or compares passes.
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
+        padding_seconds: how long padding rows have taken, by rows of the batch without them (`decoding.row_padding`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
         num_parameters: counted once, since that takes a millisecond.
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
@@ -40,6 +41,7 @@ class ModelState:
     kernel_recipe: Any = None
     kernel_lock: Any = field(default_factory=RLock)
     idle_runners: list[Any] = field(default_factory=list)
+    padding_seconds: dict[int, float] = field(default_factory=dict)
     warned_eager: str = ""
     num_parameters: int | None = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)

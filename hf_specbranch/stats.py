@@ -28,6 +28,7 @@ class SpecBranchStats:
         slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
         graphs_captured: stages captured during this call, which takes time; later calls replay them.
         capture_seconds: time of this call that went into building kernels and capturing stages.
+        padding_rows: rows that were added to the batch, since stages of that size were captured already.
         reused_tokens: prompt tokens that were not read again, since their keys and values were still in memory.
         new_tokens: generated tokens.
         target_forwards: forward passes of the target, the prefill included.
@@ -64,6 +65,7 @@ class SpecBranchStats:
     slowed_by: str = ""
     graphs_captured: int = 0
     capture_seconds: float = 0.0
+    padding_rows: int = 0
     reused_tokens: int = 0
     new_tokens: int = 0
     target_forwards: int = 0

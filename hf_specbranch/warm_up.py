@@ -39,7 +39,8 @@ def warm_up(
 
     Args:
         model: a model with SpecBranch attached.
-        batch_sizes: numbers of rows.
+        batch_sizes: numbers of rows. Greedy batches of a size in between run on the stages of the next larger one, if
+            that has at most twice as many rows.
         max_length: the longest text, prompt included.
         assistant_model: the draft; by default the one that is attached.
         progress: show a bar on standard error.

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import random
 import threading
 
@@ -10,7 +11,7 @@ import torch
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_specbranch import specbranch
-from hf_specbranch.decoding import loop
+from hf_specbranch.decoding import loop, row_padding
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import idle_runners, prefix_reuse
 
@@ -161,10 +162,49 @@ def test_padding_that_spans_cannot_say(rows):
 
 def test_batch_sizes_are_captured_once():
     compare, captured = make(**SPANS), []
-    for rows in (1, 4, 2, 4, 1, 2):
+    for rows in (1, 2, 5, 2, 1, 5):
         compare(text(100, rows=rows))
         captured.append(compare.stats.graphs_captured > 0)
     assert captured == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("settings", [SPANS, MASKS], ids=["spans", "masks"])
+@pytest.mark.parametrize(
+    ("policy", "leaves"), [("autoregressive", 0), ("vanilla", 0), ("vanilla", 3), ("pearl", 0), ("specbranch", 3)]
+)
+def test_smaller_batches_run_on_the_stages_of_a_larger_one(policy, leaves, settings, monkeypatch):
+    """Rounds are in flight although padding rows are finished; some rows of the call are padded on the left."""
+    monkeypatch.setattr(row_padding, "CAPTURE_SECONDS", math.inf)
+    in_flight, pop = [], loop.RoundsInFlight.pop
+    monkeypatch.setattr(loop.RoundsInFlight, "pop", lambda self: (in_flight.append(len(self)), pop(self))[1])
+    compare = make(policy=policy, tree_leaves=leaves, **settings)
+    compare(text(60, rows=8))
+    same_every_round = policy in ("autoregressive", "vanilla")
+    for rows in (7, 5, 4, 8):
+        ids = text(60, seed=rows, rows=rows)
+        mask = torch.ones_like(ids)
+        mask[1, :20] = 0
+        in_flight.clear()
+        compare(ids, attention_mask=mask)
+        assert_counts_add_up(compare.stats)
+        assert compare.stats.padding_rows == 8 - rows and compare.stats.new_tokens == 40 * rows
+        assert not same_every_round or compare.stats.graphs_captured == 0
+        assert max(in_flight) == (2 if same_every_round and compare.stats.runtime == "graph" else 1)
+
+
+@pytest.mark.parametrize("settings", [SPANS, MASKS], ids=["spans", "masks"])
+def test_padded_rows_end_early(settings, monkeypatch):
+    monkeypatch.setattr(row_padding, "CAPTURE_SECONDS", math.inf)
+    target, draft = pair()
+    model = specbranch(copy.deepcopy(target))
+    own = {"assistant_model": draft, "specbranch": config("vanilla", tree_leaves=3, runtime="graph", **settings)}
+    for seed, rows in enumerate((4, 3, 2, 3, 3)):
+        kwargs = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": PAD, "eos_token_id": [EOS, *range(10, 14)]}
+        ids = text(12, seed=seed, rows=rows)
+        kwargs["attention_mask"] = torch.ones_like(ids)
+        assert torch.equal(model.generate(ids, **kwargs, **own), target.generate(ids, **kwargs)), rows
+        assert model.specbranch_stats.padding_rows == 4 - rows
+        assert_counts_add_up(model.specbranch_stats)
 
 
 @pytest.mark.parametrize(("policy", "leaves"), [("autoregressive", 0), ("vanilla", 0), ("vanilla", 3)])
@@ -237,14 +277,14 @@ def test_memory_that_runs_out_is_freed_and_asked_for_again():
     gc.collect()
     torch.cuda.empty_cache()
     assert held > 1 << 30
-    needed = held // 2  # for a batch of 44, about as much as each of the others holds
+    needed = held // 2  # about as much as each of the others holds; a batch of 52 cannot run on their stages
     filler = [torch.empty(torch.cuda.mem_get_info(GPU)[0] - needed // 2, dtype=torch.uint8, device=GPU)]
     try:
         got = compare.model.generate(
-            ids[:, :].repeat(2, 1)[:44], attention_mask=mask.repeat(2, 1)[:44], **compare.kwargs,
+            ids[:, :].repeat(2, 1)[:52], attention_mask=mask.repeat(2, 1)[:52], **compare.kwargs,
             assistant_model=compare.draft, specbranch=config(**compare.settings),
         )  # fmt: skip
-        assert {runner.purpose[0] for runner in state_of(compare.model).idle_runners} == {44}
+        assert {runner.purpose[0] for runner in state_of(compare.model).idle_runners} == {52}
     finally:
         filler.clear()
         torch.cuda.empty_cache()
@@ -393,3 +433,17 @@ def test_warm_up_captures_all_that_follows(settings):
             assert torch.equal(out, target.generate(ids, **kwargs))
         used.append(torch.cuda.mem_get_info(GPU)[0])
     assert used[50] - used[-1] < 256 << 20  # memory stays flat
+
+
+def test_warm_up_serves_the_sizes_in_between(monkeypatch):
+    monkeypatch.setattr(row_padding, "CAPTURE_SECONDS", math.inf)
+    target, draft = pair()
+    model = specbranch(copy.deepcopy(target), draft)
+    own = config("auto", **SPANS)
+    model.warm_up_specbranch(batch_sizes=(1, 4, 8), max_length=1200, progress=False, specbranch=own)
+    for rows in range(1, 9):
+        ids = text(100 * rows, seed=rows, rows=rows)
+        kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "do_sample": False}
+        assert torch.equal(model.generate(ids, specbranch=own, **kwargs), target.generate(ids, **kwargs))
+        stats = model.specbranch_stats
+        assert stats.graphs_captured == 0 and stats.padding_rows == {2: 2, 3: 1, 5: 3, 6: 2, 7: 1}.get(rows, 0), rows

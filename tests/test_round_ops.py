@@ -489,15 +489,15 @@ def test_drafted(case):
 # ---- the target's side
 
 
-def a_text(case, base=0):
+def a_text(case, base=0, padding=0):
     """A text in the middle of a generation, its buffers, and which slots are seen, `base` of them before the text."""
     torch.manual_seed(case.seed)
     buffers, rows = NamedBuffers(), case.rows
     words = randint(0, case.vocabulary - 1, (rows, PROMPT))
-    text = Text(buffers, words, CAPACITY, Stopper([], LIMIT), pad_token=0, in_step=False)
+    text = Text(buffers, words, CAPACITY, Stopper([], LIMIT), pad_token=0, in_step=False, padding=padding)
     text.ids.copy_(randint(0, case.vocabulary - 1, text.ids.shape))
-    text.lengths = randint(PROMPT + 1, LIMIT - 1, (rows,)).tolist()
-    text.length.copy_(torch.tensor(text.lengths))
+    text.lengths = randint(PROMPT + 1, LIMIT - 1, (rows,)).tolist()[: rows - padding]
+    text.length.copy_(torch.tensor(text.lengths + [PROMPT] * padding))
     text.result.continuation.copy_(randint(NONE, 2, (rows,)))
     return text, buffers, padded(rows, base + PROMPT)
 
@@ -539,9 +539,10 @@ def test_target_inputs(case, count, leaves, base):
     st.integers(1, 5), st.booleans(),
 )  # fmt: skip
 def test_verify(case, count, leaves, branches, follows):
-    found = []
+    """If there are several rows, the last one is padding."""
+    found, padding = [], int(case.rows > 1)
     for in_triton in (False, True):
-        text, buffers, _ = a_text(case)
+        text, buffers, _ = a_text(case, padding=padding)
         draft_tokens, queries = a_draft(case, count, leaves), count + 1 + (leaves or 0)
         at = randint(NONE, draft_tokens.length[:, None], (case.rows, branches))
         following = randint(0, 2, at.shape) if follows else None
@@ -558,9 +559,10 @@ def test_verify(case, count, leaves, branches, follows):
         verify = verifier._verify_in_triton if in_triton else verifier._verify_in_torch
         where = verify(logits, draft_tokens, options, drafted, verify_result)
         if not in_triton:
-            text.commit([VerifyResult.unpack(numbers) for numbers in verify_result.tolist()])
+            text.commit([VerifyResult.unpack(numbers) for numbers in verify_result.tolist()][: case.rows - padding])
             lengths = list(text.lengths)
         written = [text.ids[b, :length] for b, length in enumerate(lengths)]
+        text.result.packed[1:5, case.rows - padding :] = 0  # of a row that gains nothing, nobody reads these
         found.append((where, verify_result, text.result.packed, before, *written))
     for expected, got in zip(*found, strict=True):
         assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
@@ -623,7 +625,7 @@ def test_verify_reports_that_nothing_can_be_drawn(case):
         randint(0, 9, (case.rows, 6)),
         torch.zeros((case.rows, 12), dtype=torch.long, device=DEVICE),
     )
-    limit = torch.tensor([LIMIT], device=DEVICE)
+    limit = torch.full((case.rows,), LIMIT, device=DEVICE)
     choices = torch.full((case.rows, 3), NO_TOKEN, device=DEVICE)
     lengths, where = torch.zeros_like(draft_tokens.length), torch.zeros_like(draft_tokens.length)
     rounds.verify_draft(

@@ -17,7 +17,7 @@ from ..planning.chooser import plans_within
 from ..planning.knowledge import Situation, knowledge_of
 from ..planning.online import Planner
 from ..planning.sizes import predicted_costs, sizes_of
-from ..runtime.eager import EagerRunner
+from ..runtime.eager import EagerRunner, PlanRun
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
 from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
@@ -35,7 +35,7 @@ from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .policies import POLICIES, Policy
 from .resolve import Accounting
-from .scoring import can_guide, has_static_form, is_opaque, signature
+from .scoring import can_guide, has_static_form, is_opaque
 from .target import Target
 from .text import Text
 from .triton_draft_ops import TritonDraftOps, kernels_know
@@ -102,8 +102,9 @@ class Assembly:
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
         text = Text(
-            buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended
-        )
+            buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended,
+            call.padding,
+        )  # fmt: skip
         generator = buffers.generator("verify", next(self.seeds)) if self.samples else None
         layers = self.given.feature_layers
         verifier = Verifier(
@@ -185,12 +186,11 @@ class Assembly:
         drafter = self._drafter(plan, self.draft_runner, parts)
         return parts._replace(drafter=drafter, accounting=Accounting(self.stats, drafter.depth))
 
-    def _stages(self, plan: SpecBranchConfig) -> Hashable:
+    def _stages(self, plan: SpecBranchConfig) -> PlanRun:
         """Name the stages of a plan: everything that makes them differ from those of another plan or call."""
-        policy, processors = POLICIES[plan.policy], tuple(map(signature, self.call.processors))
         drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
-        drafts = (*drafting, plan.tree_leaves) if policy.drafts else ()
-        return plan.policy, drafts, self.samples, processors, self.capacity, self.runner.takes_spans
+        drafts = (*drafting, plan.tree_leaves) if POLICIES[plan.policy].drafts else ()
+        return PlanRun(self.call.stage_settings, (plan.policy, drafts, self.capacity, self.runner.takes_spans))
 
     def observed(self, parts: Parts) -> Parts:
         """Return the parts as the caller's observer wraps them, if there is one."""
@@ -232,10 +232,8 @@ class Assembly:
     def _buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
         if not self.static_shapes:
             return Buffers(device)
-        call = self.call
-        processors = tuple(map(signature, call.processors))
-        sizes = (call.rows, self.capacity, self._target_slots)
-        return runner.buffers((sizes, self.samples, self.in_triton, self.given.feature_layers, processors, more))
+        sizes = (self.call.rows, self.capacity, self._target_slots)
+        return runner.buffers((sizes, self.call.stage_settings, self.in_triton, self.given.feature_layers, more))
 
     @property
     def _target_slots(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from ..runtime.kv_cache import past_length
 from .hooks import LengthHeadHook, SpeculationHook
 from .loop import Parts
 from .model_inputs import USUAL_INPUTS
-from .scoring import Processor, is_opaque
+from .scoring import Processor, is_opaque, signature
 from .text import Stopper
 
 # How a model would say that it does more with a prompt than to read its tokens.
@@ -48,9 +48,11 @@ class Call:
     observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
     pause: int | None = None  # the length of text at which this call ends and another continues
     ended: tuple[bool, ...] = ()  # rows that were complete before
+    padding: int = 0  # rows at the end that fill the batch up to a captured size; see `row_padding`
 
     @property
     def rows(self) -> int:
+        """Rows of every pass, padding rows included."""
         return self.input_ids.shape[0]
 
     @property
@@ -81,6 +83,11 @@ class Call:
         if isinstance(head, SpeculationHook):
             return [*self.hooks, head]
         return [*self.hooks, LengthHeadHook(head)] if callable(head) else list(self.hooks)
+
+    @property
+    def stage_settings(self) -> tuple[Hashable, ...]:
+        """The arguments of the call that captured stages depend on. All processors must have a static form."""
+        return bool(self.generation_config.do_sample), *map(signature, self.processors)
 
     @property
     def temperature(self) -> float:

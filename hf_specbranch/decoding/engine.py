@@ -26,6 +26,7 @@ from .model_inputs import inputs_after_prompt, reread_of
 from .outputs import Recorder
 from .policies import POLICIES
 from .resolve import NONE, Feedback
+from .row_padding import count_padding, pad_rows
 from .scoring import is_opaque
 from .text import Text
 
@@ -42,21 +43,28 @@ class SpecBranchOutput(GenerateDecoderOnlyOutput):
 def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text; return the output and the statistics."""
     began = time.perf_counter()
-    call, random_state = replace(call, pause=pause_of(call)), call.random_state()
-    stats = SpecBranchStats(policy=call.config.policy)
+    wanted, random_state = replace(call, pause=pause_of(call)), call.random_state()
+    call = pad_rows(wanted)
+    stats = SpecBranchStats(policy=call.config.policy, padding_rows=call.padding)
     with cpu_threads.limited(call.model.device if not call.generation_config.do_sample else None):
         output = None
         try:
             output = _generate(call, stats, began)
         except torch.OutOfMemoryError:
-            # Before the first token the call can begin again, without what earlier calls have left on the device.
-            if stats.new_tokens or not free_all(call.model.device):
+            # Before the first token the call can begin again, without what earlier calls have left on the device. With
+            # padding rows it can at any time, without these: nobody has seen its tokens.
+            if not call.padding and (stats.new_tokens or not free_all(call.model.device)):
                 raise
         if output is None:  # not in the handler, where the exception keeps the memory of the first attempt alive
+            if call.padding:
+                call = wanted
+                free_all(call.model.device)
             call.restore_random_state(random_state)
             stats = SpecBranchStats(policy=call.config.policy)
             output = _generate(call, stats, began)
     stats.total_seconds = time.perf_counter() - began
+    if call.padding:
+        count_padding(call, stats)
     return output, stats
 
 
@@ -198,7 +206,8 @@ def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | S
     outputs = {} if recorder is None else recorder.outputs(past, config, call.attention())
     if fills:
         # As in plain generate, the last token is not in the cache yet.
-        target.runner.cache.store(past, past_length(past), target.base + max(text.lengths) - 1)
+        last = target.base + max(text.lengths) - 1
+        target.runner.cache.store(past, past_length(past), last, rows=len(text.lengths))
     target.leave_rotary()
     if not returns:
         return sequences

@@ -30,6 +30,8 @@ class Text:
         in_step: every row gains the same number of tokens in a round.
         streamer: a transformers streamer, or None.
         ended: rows that are complete already.
+        padding: the last rows of the prompt that fill up the batch. Every pass reads them, and they are known on the
+            device alone, where they are finished from the start: the lists below are about the other rows.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Text:
         in_step: bool,
         streamer: Any = None,
         ended: Sequence[bool] = (),
+        padding: int = 0,
     ) -> None:
         rows, self.prompt_length = prompt.shape
         self.static_shapes, self.serial = buffers.static_shapes, buffers.serial
@@ -52,6 +55,8 @@ class Text:
         self.result.continuation.fill_(NONE)
         self.result.length.fill_(self.prompt_length)
         self.device_copy = DeviceCopy(self.result.packed)
+        self.padding_rows = [RowResult(0, 0, 0, NONE, NONE, finished=True)] * padding
+        rows -= padding
         self.lengths = [self.prompt_length] * rows
         self.fired = [False] * rows  # some criterion has ended the row
         self.done = list(ended) or [False] * rows  # the row gains nothing more
@@ -156,7 +161,7 @@ class Text:
         longest = max(self.lengths)
         for b, length in enumerate(self.lengths):
             self.ids[b, length:longest] = self.pad_token
-        return self.ids[:, :longest].clone()
+        return self.ids[: len(self.lengths), :longest].clone()
 
     # ---- committing
 
@@ -194,7 +199,8 @@ class Text:
         ]
         is_news = not self.resolved_on_device or any(self.done) or not all(row.complete for row in rows)
         if is_news and not self.others_in_flight:  # otherwise it is sent after the rounds in flight
-            self.device_copy.send([list(map(int, field)) for field in (*zip(*rows), self.lengths)])
+            lengths = self.lengths + [self.prompt_length] * len(self.padding_rows)
+            self.device_copy.send([list(map(int, field)) for field in (*zip(*rows, *self.padding_rows), lengths)])
         return rows
 
     def _advance(self, offered: list[list[int]], scores: ScoresSoFar | None) -> list[int]:

@@ -69,8 +69,10 @@ class Verifier:
         self.generator, self.feature_layers, self.scores_so_far = generator, feature_layers, scores_so_far
         self.in_order = any(is_opaque(processor) for processor in processors)
         self.in_triton = in_triton
+        rows = text.ids.shape[0]
         if in_triton:
-            self.limit = buffers.tensor("verifier.limit", (1,)).fill_(text.stopper.max_length)
+            self.limit = buffers.tensor("verifier.limit", (rows,)).fill_(text.stopper.max_length)
+            self.limit[len(text.lengths) :] = text.prompt_length  # padding rows gain nothing
             text.resolved_on_device = True
         self.scorer: Scorer | None = None
         if processors:
@@ -78,7 +80,6 @@ class Verifier:
             scorer = StaticScorer(processors, buffers, "verifier", vocabulary) if static else ExactScorer(processors)
             self.scorer = scorer
         self.host_copies = HostCopies(text.ids.device)
-        rows = text.ids.shape[0]
         self.nothing = (  # no draft tokens and no branches: for the prompt, and for methods that never draft
             DraftTokens(buffers.tensor("nothing.tokens", (rows, 0)), buffers.tensor("nothing.length", (rows,))),
             BranchStarts(
@@ -119,7 +120,7 @@ class Verifier:
 
     def results(self) -> list[VerifyResult]:
         """Wait for the oldest round in flight; return one result per row. The host waits once per round, here."""
-        return [VerifyResult.unpack(numbers) for numbers in self.host_copies.read()]
+        return [VerifyResult.unpack(numbers) for numbers in self.host_copies.read()[: len(self.text.lengths)]]
 
     # ---- the verify stage, in torch and in Triton
 

@@ -44,6 +44,13 @@ class Remembered(NamedTuple):
 NOTHING = Remembered([])
 
 
+class PlanRun(NamedTuple):
+    """Names the captured stages of a plan."""
+
+    settings: tuple[Hashable, ...]  # of the call: sampling and processors
+    plan: tuple[Hashable, ...]
+
+
 class EagerRunner:
     """Runs a model eagerly on a slot-addressed KV cache, and keeps the position of the token in each slot.
 
@@ -77,7 +84,7 @@ class EagerRunner:
         self.last_logits_only: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}  # computes only the last logits
         self.quiet = quiet_arguments(model)
         self.remembered = NOTHING  # the text in the cache, if there is one row
-        self.plans_run: set[Hashable] = set()  # whose stages have run; `Assembly` names them
+        self.plans_run: set[PlanRun] = set()  # whose stages have run; `Assembly` names them
 
     def reserve(self, rows: int, slots: int) -> bool:
         """Make room for `slots` slots in each of `rows` rows. Return whether memory that existed has moved."""

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..model_state import every_state, state_of
+from .eager import PlanRun
 from .kv_cache import SlotCache
 
 _lock = RLock()
@@ -28,6 +29,7 @@ class Idle(Protocol):
     cache: SlotCache
     purpose: tuple[int, str]  # rows, and how the layers run
     last_used: int
+    plans_run: set[PlanRun]
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +50,12 @@ def pop(model: PreTrainedModel, purpose: tuple[int, str]) -> Idle | None:
             return None
         idle.remove(fitting[-1])
         return fitting[-1]
+
+
+def waiting(model: PreTrainedModel, layers: str) -> list[Idle]:
+    """Return the idle runners of a model that run its layers in this way."""
+    with _lock:
+        return [runner for runner in state_of(model).idle_runners if runner.purpose[1] == layers]
 
 
 def push(model: PreTrainedModel, runner: Idle, budget: float) -> None:
@@ -76,13 +84,15 @@ def keep_within(device: torch.device, budget: int) -> None:
 
 
 def free_all(device: torch.device) -> bool:
-    """Free all idle runners on a device, because memory has run out. Return whether there were any."""
+    """Free all idle runners on a device, because memory has run out. Return whether there were any.
+
+    Memory that torch keeps for later is freed too, since KV caches do not come from torch.
+    """
     with _lock:
         there_were = bool(_on(device))
         for state in every_state():
             state.idle_runners[:] = [runner for runner in state.idle_runners if runner.device != device]
-    if there_were:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return there_were
 
 

@@ -266,11 +266,12 @@ class SlotCache(Cache):
             layer.values[:, :, first:length] = values.to(layer.values.device)
             layer.appended = length
 
-    def store(self, past: Cache, first: int, last: int) -> None:
-        """Append slots `first` to `last` (exclusive) to another cache."""
+    def store(self, past: Cache, first: int, last: int, rows: int | None = None) -> None:
+        """Append slots `first` to `last` (exclusive) of the first rows, by default of all, to another cache."""
         if last > first:
             for index, layer in enumerate(self.layers):
-                past.update(layer.keys[:, :, first:last].clone(), layer.values[:, :, first:last].clone(), index)
+                keys, values = (each[:rows, :, first:last].clone() for each in (layer.keys, layer.values))
+                past.update(keys, values, index)
 
 
 def _whole_steps(slots: int, step: int) -> int:

@@ -48,7 +48,7 @@ def runner_for(
         kernels: run the layers that are recognised through our kernels; "auto": in half precision only.
         budget: the fraction of the GPU's memory that idle runners may take, all together.
     """
-    use_kernels = model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
+    use_kernels = _uses_kernels(model, kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if use_kernels and runtime != "eager" and not reason:
         warm_up_in_background(model.device)
@@ -66,6 +66,19 @@ def runner_for(
     runner.reserve(rows, min(slots + BRANCH_SLOTS + spare, MOST_RESERVED))
     yield runner
     cuda_graph.give_back(runner, budget)
+
+
+def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[idle_runners.Idle]:
+    """Return the idle runners that `runner_for` may provide with these settings, of all batch sizes."""
+    if runtime == "eager":
+        return []
+    check = state_of(model).kernel_check
+    fused = _uses_kernels(model, kernels) and check is not None and check[1] != "none"
+    return idle_runners.waiting(model, "fused" if fused else "plain")
+
+
+def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
+    return model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
 
 
 def _masks_for(model: PreTrainedModel, role: str) -> MaskMaker:

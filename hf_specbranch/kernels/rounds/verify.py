@@ -38,7 +38,7 @@ def verify_draft(
         ids: [B, C] the text, written to.
         round_result: [7, B] packed; see `RoundResult` in `decoding.state`. It holds the last round's and receives this
             one's, for a text that only its longest length ends.
-        limit: [1] the longest length.
+        limit: [B] the longest length of each row.
         verify_result: [B, 10 + N] receives the fields of `VerifyResult` in `decoding.state`.
         where: [B] receives the query whose logits the last token was chosen from.
     """
@@ -110,7 +110,7 @@ def _verify_kernel(
     tl.store(verify_result + 10 + nth, tokens, mask=nth < count)
     tl.store(where + row, chosen_at)
 
-    longest = tl.load(limit)
+    longest = tl.load(limit + row)
     committed = tl.minimum(accepted + 1 + (continuation >= 0).to(tl.int64), longest - before)
     length = before + committed
     finished = length >= longest
