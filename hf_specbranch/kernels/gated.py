@@ -134,7 +134,7 @@ def _gated_product_kernel(
     gate, up = tl.split(tl.permute(tl.reshape(both, (2, HALF, ROWS)), (1, 2, 0)))
     row = tl.arange(0, ROWS)[None, :]
     column = (tl.program_id(0) * HALF + tl.arange(0, HALF))[:, None]
-    tl.store(out + row.to(tl.int64) * size + column, _gate(gate, up, TANH), mask=(row < rows) & (column < size))
+    tl.store(out + row.to(tl.int64) * size + column, apply_gate(gate, up, TANH), mask=(row < rows) & (column < size))
 
 
 @varying()
@@ -146,11 +146,11 @@ def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOC
     inside = column < size
     gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0)
-    tl.store(out + row * size + column, _gate(gate, up, TANH), mask=inside)
+    tl.store(out + row * size + column, apply_gate(gate, up, TANH), mask=inside)
 
 
 @jit
-def _gate(gate: Value, up: Value, TANH: constexpr) -> Value:
+def apply_gate(gate: Value, up: Value, TANH: constexpr) -> Value:
     """Compute act(gate) * up, rounded where separate torch operations round."""
     wide = gate.to(tl.float32)
     # Both activations are x * sigmoid(z): 1 + tanh(y) = 2 sigmoid(2y), so GELU's z is 2 sqrt(2/pi) (x + 0.044715 x^3).
