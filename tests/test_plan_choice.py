@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_specbranch import SpecBranchConfig
 from hf_specbranch.planning.agreement import typical_agreement
@@ -209,6 +210,36 @@ def test_predicted_costs_grow_with_the_context():
     read = 8192 * 2 * 32 * 4096 * 2 / 4.3e12  # keys and values of 32 layers, once
     assert long.target_pass - short.target_pass == pytest.approx(read)
     assert long.draft_step > short.draft_step
+
+
+def mixture(per_token):
+    """A mixture of the size of Qwen3-30B-A3B, on the meta device."""
+    layer = dict(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=per_token)
+    config = Qwen3MoeConfig(**layer, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+
+
+def test_predicted_costs_of_a_mixture_count_touched_experts():
+    expert = 3 * 2048 * 768 * 48 * 2  # bytes in all layers
+    size, draft = size_of(mixture(8)), size_of(of_size("68m"))
+    assert size.experts == 128 * expert and size.share == 8 / 128
+    assert size.read_by(1) == pytest.approx(size.weights - 120 * expert)
+    costs = predicted_costs(size, draft, captured=True)
+    for sent in (0, 1, 7, 15, 63):
+        touched = 128 * (1 - (1 - 8 / 128) ** (1 + sent))
+        read = (size.weights - (128 - touched) * expert) / 4.3e12
+        assert costs.pass_seconds(sent) == pytest.approx((read + 48 * 3e-5) * (1 + 0.005 * sent), rel=1e-3)
+    dense = predicted_costs(size_of(mixture(128)), draft, captured=True)  # every token reads every expert
+    assert costs.pass_seconds(7) / costs.target_pass > 2 > 1.1 > dense.pass_seconds(7) / dense.target_pass
+
+
+def test_fewer_tokens_are_drafted_for_a_mixture():
+    """Each further token in a pass touches further experts."""
+    draft, texts = size_of(of_size("68m")), recordings("good")
+    sizes = [size_of(mixture(per_token)) for per_token in (8, 128)]
+    plans = [choose(every_plan(), texts, predicted_costs(size, draft, True), True).plan for size in sizes]
+    assert pass_width(plans[0]) < pass_width(plans[1])
 
 
 def test_fewer_tokens_are_drafted_as_rows_increase():

@@ -3,12 +3,17 @@
 A pass takes the time to read the weights once, to read the keys and values of every row once, and a constant per layer.
 So the same prediction says how costs grow with the context and with the rows of a batch, and a measurement in one
 situation gives the costs in another (`calibrate`).
+
+In a mixture of experts a token reads k of E experts, and a pass over n tokens reads about E (1 - (1 - k/E)^n) of them:
+each further token in a pass costs more than in a dense model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .costs import StepCosts, interpolate
@@ -20,6 +25,7 @@ CPU_BANDWIDTH, CPU_LAYER, CPU_FORWARD = 1.5e10, 4e-4, 5e-4
 # run other code: on an Arm machine such passes took 2.5 times as long.
 CPU_PASSES = ((1, 1.0), (2, 1.4), (8, 1.6), (9, 2.5), (64, 8.0))
 EAGER_TOKEN = 0.02  # on a GPU without captured stages
+WIDTHS = (0, 1, 3, 7, 8, 15, 31, 63)  # further tokens of the passes that are predicted; between them it is interpolated
 
 
 class ModelSize(NamedTuple):
@@ -29,24 +35,54 @@ class ModelSize(NamedTuple):
     layers: int
     kv_token: int  # bytes of keys and values per token
     on_cpu: bool = False
+    experts: int = 0  # bytes of the weights that belong to routed experts
+    share: float = 1.0  # of the experts that one token reads
+
+    def read_by(self, tokens: int) -> float:
+        """Return the bytes of weights that a pass over so many tokens reads, if each chooses its own experts.
+
+        Example:
+            >>> size = ModelSize(weights=1000, layers=1, kv_token=0, experts=900, share=0.25)
+            >>> size.read_by(1), size.read_by(2)
+            (325.0, 493.75)
+        """
+        return self.weights - self.experts * (1 - self.share) ** tokens
 
 
 def size_of(model: PreTrainedModel) -> ModelSize:
     """Return the size of a model. Counting the weights takes about a millisecond."""
-    weights, config = list(model.parameters()), model.config.get_text_config(decoder=True)
+    weights, config = dict(model.named_parameters()), model.config.get_text_config(decoder=True)
+    first = next(iter(weights.values()), None)
     layers: int = config.num_hidden_layers
-    element = weights[0].element_size() if weights else 4
+    element = 4 if first is None else first.element_size()
+    routed = {name: weight for name, weight in weights.items() if ".experts." in name}
     return ModelSize(
-        sum(weight.numel() * weight.element_size() for weight in weights),
+        _bytes(weights.values()),
         layers,
         2 * layers * element * _kv_width(config),
-        bool(weights) and weights[0].device.type == "cpu",
+        first is not None and first.device.type == "cpu",
+        _bytes(routed.values()),
+        _share(config, routed),
     )
 
 
 def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize, ModelSize]:
     """Return the sizes of a pair."""
     return size_of(target), size_of(draft)
+
+
+def _bytes(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def _share(config: Any, routed: dict[str, Tensor]) -> float:
+    """Return the share of the experts that one token chooses; 1 for a config that does not say."""
+    stacked = {weight.shape[0] for weight in routed.values() if weight.dim() > 2}  # one tensor for all experts
+    separate = {name.split(".experts.")[1].split(".")[0] for name in routed}
+    number = max(stacked, default=len(separate))
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    chosen = next((value for name in names if isinstance(value := getattr(config, name, None), int)), number)
+    return min(1.0, chosen / number) if number else 1.0
 
 
 def _kv_width(config: Any) -> int:
@@ -81,24 +117,23 @@ def predicted_costs(
         context: tokens per row.
         devices: 2 if the draft has a device of its own.
     """
-    passes = tuple(_pass(target, captured, rows, sent, context) for sent in (0, 1, 7, 8, 15, 63))
+    points = tuple((float(sent), _pass(target, captured, rows, sent, context)) for sent in WIDTHS)
+    first, token = points[0][1], (points[-1][1] - points[-2][1]) / (WIDTHS[-1] - WIDTHS[-2])
     draft_step = _pass(draft, captured, rows, 0, context)
-    token = (passes[-1] - passes[-2]) / 48
+    further = draft.read_by(2 * rows) - draft.read_by(rows)  # bytes of the experts that only the next branch touches
     if captured:
-        step = _pass(draft, captured, rows, 0, 0)
-        hidden = 0.4 if devices == 1 else 1.0
-        return StepCosts(passes[0], token, draft_step, 0.03 * rows * step, hidden=hidden, waiting=3e-4)
-    hidden = 0.0 if devices == 1 else 0.7
-    points = tuple(zip((0.0, 1.0, 7.0, 8.0, 15.0, 63.0), passes))
-    return StepCosts(passes[0], token, draft_step, 0.05 * rows * draft_step, hidden, points)
+        branch = 0.03 * rows * _pass(draft, captured, rows, 0, 0) + further / GPU_BANDWIDTH
+        return StepCosts(first, token, draft_step, branch, 0.4 if devices == 1 else 1.0, points, waiting=3e-4)
+    branch = 0.05 * rows * draft_step + further / CPU_BANDWIDTH
+    return StepCosts(first, token, draft_step, branch, 0.0 if devices == 1 else 0.7, points)
 
 
 def _pass(size: ModelSize, captured: bool, rows: int, sent: int, context: int) -> float:
     """Return the seconds of a pass over `1 + sent` tokens in each row."""
     tokens = rows * (1 + sent)
     if captured:
-        once = size.weights / GPU_BANDWIDTH + size.layers * GPU_LAYER
+        once = size.read_by(tokens) / GPU_BANDWIDTH + size.layers * GPU_LAYER
         return once * (1 + GPU_TOKEN * (tokens - 1)) + rows * context * size.kv_token / GPU_BANDWIDTH
-    once = size.weights / CPU_BANDWIDTH + size.layers * CPU_LAYER + CPU_FORWARD
+    once = size.read_by(tokens) / CPU_BANDWIDTH + size.layers * CPU_LAYER + CPU_FORWARD
     factor = interpolate(CPU_PASSES, tokens) if size.on_cpu else 1 + EAGER_TOKEN * (tokens - 1)
     return once * factor + rows * context * size.kv_token / CPU_BANDWIDTH
