@@ -30,9 +30,11 @@ class Replacement:
     Attributes:
         bypassed: the modules that it does not call; none of them may have hooks.
         gives_partials: it may return split-K partials in place of a tensor, where the layer sums them.
+        has_ties: where two experts are nearly tied for a token, rounding decides what is computed for that token.
     """
 
     gives_partials = False
+    has_ties = False
 
     def __init__(self, bypassed: list[nn.Module] | None = None) -> None:
         self.bypassed = bypassed or []
@@ -48,6 +50,10 @@ class Replacement:
             kwargs: of the same call.
         """
         return None
+
+    def compared(self, output: Any) -> Tensor:
+        """Return what of an output, of the module or of this replacement, must agree."""
+        return tensor_of(output)
 
 
 class ThreadForward:

@@ -28,7 +28,7 @@ def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) 
     return {
         module: replacement
         for module, replacement in replacements.items()
-        if errors[module] <= tolerance(tensor_of(calls[module].output).dtype)
+        if errors[module] <= tolerance(_compared(replacement, calls[module].output).dtype)
     }
 
 
@@ -58,10 +58,16 @@ def _one_of_each(replacements: Mapping[nn.Module, F]) -> dict[nn.Module, F]:
 
 
 def _distance(replacement: Forward, call: Call) -> Tensor:
-    """Return |got - expected| / |expected|; 0 where both are zero."""
-    expected = tensor_of(call.output).float()
-    distance = (tensor_of(replacement(*call.args, **_with_mask(call.kwargs))).float() - expected).norm()
-    return torch.where(distance == 0, distance, distance / expected.norm())
+    """Return |got - expected| / |expected|; 0 where both are zero. With ties, that of the middle token."""
+    expected = _compared(replacement, call.output).float()
+    difference = _compared(replacement, replacement(*call.args, **_with_mask(call.kwargs))).float() - expected
+    dims = -1 if getattr(replacement, "has_ties", False) else None
+    distance: Tensor = torch.linalg.vector_norm(difference, dim=dims)
+    return torch.where(distance == 0, distance, distance / torch.linalg.vector_norm(expected, dim=dims)).median()
+
+
+def _compared(replacement: Forward, output: Any) -> Tensor:
+    return replacement.compared(output) if isinstance(replacement, Replacement) else tensor_of(output)
 
 
 def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -> Tensor:
@@ -81,7 +87,8 @@ def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -
 def _output_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights of the last products of attention and MLP, in this module or below."""
     products = (getattr(inner, name, None) for inner in module.modules() for name in ("o_proj", "down_proj"))
-    return [product.weight for product in products if type(product) is nn.Linear and not product.weight.is_meta]
+    weights = (product.weight if type(product) is nn.Linear else product for product in products)
+    return [weight for weight in weights if isinstance(weight, nn.Parameter) and not weight.is_meta]
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..kernels.linear import Partials
 from ..kernels.norm import NormForm
 from .base import Arguments, Replacement, gives_partials, layer_done, submodules, untouched
+from .mixture import looks_like_mixture
 from .norm import Ahead, shared_form
 
 
@@ -29,6 +31,7 @@ class LayerForward(Replacement):
         super().__init__([*layer_norms(module), *([] if following is None else [following])])
         self.module, self.ahead, self.form, self.following = module, ahead, form, following
         self.sandwich = hasattr(module, "pre_feedforward_layernorm")
+        self.has_ties = looks_like_mixture(module.mlp)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         module, ahead, form = self.module, self.ahead, self.form
@@ -44,6 +47,8 @@ class LayerForward(Replacement):
         normed, residual = ahead.add_norm(out, hidden_states, middle, form)
         ahead.sums_partials = not self.sandwich and self.following is not None and gives_partials(module.mlp)
         out = module.mlp(normed)
+        if not isinstance(out, Tensor | Partials):
+            out = out[0]  # some mixtures also return the weights of their experts
         ahead.sums_partials = False
         if self.sandwich:
             out = ahead.normed(out, module.post_feedforward_layernorm, form)

@@ -1,9 +1,9 @@
 """Which modules of a model the kernels can replace.
 
 Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
-and an epsilon). A few tokens then run through the model. The output of every candidate is compared with that of its
-replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
-used.
+and an epsilon; experts and a router). A few tokens then run through the model. The output of every candidate is
+compared with that of its replacement forward on the same input, and a module that differs is not replaced. No names of
+models or classes are used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from .attention import attention_inputs, recognise_attention
 from .base import Call, Replacement
 from .check import agreeing, evaluating, tolerance
 from .decoder_layer import looks_like_layer, recognise_layers
+from .mixture import looks_like_experts, looks_like_mixture, recognise_experts, recognise_mixture
 from .mlp import mlp_inputs, recognise_mlp
 from .norm import Ahead, looks_like_norm, recognise_norms
 from .products import Tuned
+from .router import Handoff, looks_like_router, recognise_router
 
 TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots
 
@@ -44,8 +46,15 @@ def recognise(
     norms = recognise_norms(calls, ahead)
     forms = {module: forward.form for module, forward in norms.items()}
     candidates: dict[nn.Module, Replacement] = {}
-    for module in calls:
-        found = recognise_mlp(module, tuned, ahead) or recognise_attention(module, tuned, ahead, forms, uncapped)
+    handoff = Handoff()
+    for module, call in calls.items():
+        found = (
+            recognise_mlp(module, tuned, ahead)
+            or recognise_attention(module, tuned, ahead, forms, uncapped)
+            or recognise_router(module, call, tuned, handoff)
+            or recognise_experts(module, handoff)
+            or recognise_mixture(module, call, handoff, ahead)
+        )
         if found is not None:
             candidates[module] = found
     replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
@@ -63,7 +72,8 @@ def _inputs(module: nn.Module) -> Any:
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    return looks_like_norm(module) or looks_like_layer(module) or bool(_inputs(module))
+    looks = (looks_like_norm, looks_like_layer, looks_like_router, looks_like_experts, looks_like_mixture)
+    return any(look(module) for look in looks) or bool(_inputs(module))
 
 
 @torch.no_grad()
