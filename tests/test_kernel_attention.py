@@ -51,6 +51,23 @@ def test_kernel_rotary_sums_partials(dtype, seed, rows, tokens, sizes, splits, f
 
 
 @on_kernels
+@given(dtypes, seeds, st.integers(1, 9), st.sampled_from([(64, 32), (48, 12)]), st.booleans())
+def test_kernel_rotary_takes_angles_of_one_half(dtype, seed, tokens, sizes, scattered):
+    torch.manual_seed(seed)
+    size, half = sizes
+    query, key, value = (randn(2, heads, tokens, size, dtype=dtype) for heads in (4, 2, 2))
+    angle = randn(1, tokens, 2 * half)  # of which the first half is used: a view, as those of our angles are
+    angle[..., half:] = angle[..., :half]
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    places, results = torch.arange(tokens, device=DEVICE).expand(2, -1), []
+    for tables in ((cos, sin, False), (cos[..., :half], sin[..., :half], True)):
+        cache = [torch.zeros((2, 2, tokens, size), dtype=dtype, device=DEVICE) for _ in range(2)]
+        slots = Slots(*cache, places) if scattered else None
+        results.append((*rotary(query, key, value, *tables[:2], None, slots, halved=tables[2]), *cache))
+    assert all(first is second is None or torch.equal(first, second) for first, second in zip(*results))
+
+
+@on_kernels
 @given(dtypes, st.integers(1, 3), st.integers(1, 40), st.sampled_from([4, 12, 64]), st.integers(0, 32000))
 def test_kernel_angles(dtype, rows, tokens, half, first):
     positions = first + torch.arange(rows * tokens, device=DEVICE).view(rows, tokens)

@@ -8,6 +8,7 @@ import transformers as tf
 
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.mixture import ExpertsForward, MixtureForward
 from hf_specbranch.layers.mlp import MlpForward
@@ -43,7 +44,7 @@ MIXTURES = {
         lambda: tf.GptOssForCausalLM(
             tf.GptOssConfig(**_USUAL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
         ),
-        ALL,
+        {**ALL, AttentionForward: 2},  # with sinks, and angles of one half of a head
     ),
     "granite-moe": (
         lambda: tf.GraniteMoeForCausalLM(
@@ -145,14 +146,21 @@ def test_experts_with_zero_output_are_still_compared():
     assert experts not in replacements(model) and not experts.down_proj.any()
 
 
-def test_nearly_tied_experts_do_not_prevent_replacement():
-    """Rounding decides which of two tied experts a token takes: ours may be another one."""
-    model = make("qwen3-moe").to(torch.bfloat16)
-    for layer in model.model.layers:
-        with torch.no_grad():
-            layer.mlp.gate.weight[1::2] = layer.mlp.gate.weight[::2]  # every expert has a twin
-    kinds = list(replacements(model).values())
-    assert kinds.count(RouterForward) == kinds.count(LayerForward) == 2
+def test_tied_experts_do_not_prevent_replacement():
+    """Rounding decides which of two tied experts a token takes: here another one in every second call."""
+    model = make("qwen3-moe")
+    layer, calls = model.model.layers[0], []
+    with torch.no_grad():
+        layer.mlp.gate.weight[1::2] = layer.mlp.gate.weight[::2]  # every expert has a twin with the same logit
+
+    def twins_of_the_first_token(out):
+        calls.append(len(calls) % 2)
+        logits, weights, chosen = out
+        return logits, weights, torch.cat([chosen[:1] ^ calls[-1], chosen[1:]])
+
+    changed(layer.mlp.gate, twins_of_the_first_token)
+    found = replacements(model)
+    assert set(calls) == {0, 1} and {layer, layer.mlp, layer.mlp.gate, layer.mlp.experts} <= set(found)
 
 
 @pytest.mark.gpu

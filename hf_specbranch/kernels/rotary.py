@@ -56,6 +56,7 @@ def rotary(
     sin: Tensor,
     norm: HeadNorm | None = None,
     slots: Slots | None = None,
+    halved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys.
 
@@ -67,11 +68,14 @@ def rotary(
         sin: as `cos`.
         norm: normalise heads first.
         slots: write keys and values there and return no keys.
+        halved: cos and sin are [B or 1, Q, R / 2], the same for both halves.
 
     Returns:
         The rotated queries, and the rotated keys or None.
     """
     if not _fits(query, key, value, cos, sin, norm, slots):
+        if halved:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         return _rotary_in_steps(query, key, value, cos, sin, norm, slots)
     rows, heads, tokens, size = query.shape[-4:]
     shared = key.shape[-3]
@@ -86,13 +90,13 @@ def rotary(
         keys, values, index = slots
         programs = heads + 2 * shared
     splits, partial_stride = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
-    half = cos.shape[-1] // 2
+    half = cos.shape[-1] if halved else cos.shape[-1] // 2
     block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
     _rotary_kernel[(tokens, programs, rows)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
-        heads, shared, size, half, partial_stride,
+        heads, shared, size, half, 0 if halved else half, partial_stride,
         *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
@@ -182,6 +186,7 @@ def _rotary_kernel(
     key_heads: Value,
     size: Value,
     half: Value,
+    second_half: Value,
     partial_stride: Value,
     query_row: Value,
     query_head: Value,
@@ -241,9 +246,9 @@ def _rotary_kernel(
     if SCATTER:
         slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
     cos_first = tl.load(turn, mask=inside & turns, other=0.0).to(tl.float32)
-    cos_second = tl.load(turn + half, mask=inside & turns, other=0.0).to(tl.float32)
+    cos_second = tl.load(turn + second_half, mask=inside & turns, other=0.0).to(tl.float32)
     sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
-    sin_second = tl.load(tilt + half, mask=inside & turns, other=0.0).to(tl.float32)
+    sin_second = tl.load(tilt + second_half, mask=inside & turns, other=0.0).to(tl.float32)
     rest = 2 * half + tl.arange(0, REST)
     dtype = out.dtype.element_ty
     first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)

@@ -16,14 +16,23 @@ POSITIONS = 2047 * torch.arange(16)  # of the check
 
 
 class AnglesForward(Replacement):
-    """Replaces the module that computes cosines and sines of rotary positions."""
+    """Replaces the module that computes cosines and sines of rotary positions.
 
-    def __init__(self, module: Any) -> None:
+    Args:
+        module: the module.
+        halved: it returns them once, not for each half of a head.
+    """
+
+    def __init__(self, module: Any, halved: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.halved = module, halved
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return angles(position_ids, self.module.inv_freq, self.module.attention_scaling, x.dtype)
+        frequencies = self.module.inv_freq
+        cos, sin = angles(position_ids, frequencies, self.module.attention_scaling, x.dtype)
+        if self.halved:
+            cos, sin = cos[..., : len(frequencies)], sin[..., : len(frequencies)]
+        return cos, sin
 
 
 def looks_like_angles(module: Any) -> bool:
@@ -43,14 +52,17 @@ def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
     found: dict[nn.Module, AnglesForward] = {}
     x = model.get_input_embeddings().weight[:1, None]
     positions = POSITIONS.to(x.device)[None]
+    module: Any
     for module in every_module(model):
         if not looks_like_angles(module):
             continue
         try:
-            pairs = zip(AnglesForward(module)(x, positions), module(x, positions), strict=True)
+            own = module(x, positions)
+            ours = AnglesForward(module, own[0].shape[-1] == len(module.inv_freq))
+            pairs = zip(ours(x, positions), own, strict=True)
             error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             continue
         if error <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
-            found[module] = AnglesForward(module)
+            found[module] = ours
     return found

@@ -27,16 +27,25 @@ class AttentionForward(Replacement):
         ahead: shared by the replacements of the model.
         form: of the norms of heads, where there are any.
         uncapped: the model's own attention ignores soft caps and sinks.
+        halved: cosines and sines are given once, not for each half of a head.
     """
 
     gives_partials = True
 
     def __init__(
-        self, module: Any, inputs: Product, output: Product, ahead: Ahead, form: NormForm, uncapped: bool
+        self,
+        module: Any,
+        inputs: Product,
+        output: Product,
+        ahead: Ahead,
+        form: NormForm,
+        uncapped: bool,
+        halved: bool = False,
     ) -> None:
         norms = head_norms(module)
         super().__init__([*inputs.bypassed, *output.bypassed, *norms])
         self.module, self.inputs, self.output, self.ahead = module, inputs, output, ahead
+        self.halved = halved
         self.norm: HeadNorm | None = None
         if norms:
             self.norm = HeadNorm(module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm), form)
@@ -56,11 +65,11 @@ class AttentionForward(Replacement):
         slots = slots_of(past_key_values, layer)
         query, key, value = self._heads(hidden_states, whole=slots is None)
         if slots is not None:
-            query, _ = rotary(query, key, value, cos, sin, self.norm, slots)
+            query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.halved)
             shown = past_key_values.layers[layer].address.shown
             key, value = slots.keys[:, :, :shown], slots.values[:, :, :shown]
         else:
-            query, turned = rotary(query, key, None, cos, sin, self.norm)
+            query, turned = rotary(query, key, None, cos, sin, self.norm, halved=self.halved)
             assert turned is not None
             key = turned
             if past_key_values is not None:
@@ -96,7 +105,7 @@ class AttentionForward(Replacement):
 
 
 def recognise_attention(
-    module: Any, tuned: Tuned, ahead: Ahead, forms: dict[nn.Module, NormForm], uncapped: bool
+    module: Any, tuned: Tuned, ahead: Ahead, forms: dict[nn.Module, NormForm], uncapped: bool, halved: bool
 ) -> AttentionForward | None:
     """Return a replacement if this looks like self-attention, with at most norms of the heads of q and k."""
     if not (layers := attention_inputs(module)):
@@ -110,7 +119,7 @@ def recognise_attention(
         return None
     if any(norm.weight.shape != (module.head_dim,) for norm in head_norms(module)):
         return None
-    return AttentionForward(module, inputs, output, ahead, form, uncapped)
+    return AttentionForward(module, inputs, output, ahead, form, uncapped, halved)
 
 
 def attention_inputs(module: Any) -> Sequence[Any]:

@@ -68,6 +68,7 @@ class MixtureForward(Replacement):
     """
 
     gives_partials = True
+    has_ties = True
 
     def __init__(self, module: Any, experts: ExpertsForward, ahead: Ahead, gives_weights: bool) -> None:
         super().__init__([module.experts])

@@ -46,18 +46,19 @@ def recognise(
     norms = recognise_norms(calls, ahead)
     forms = {module: forward.form for module, forward in norms.items()}
     candidates: dict[nn.Module, Replacement] = {}
-    handoff = Handoff()
+    handoff, angles = Handoff(), recognise_angles(model)
+    halved = any(each.halved for each in angles.values())
     for module, call in calls.items():
         found = (
             recognise_mlp(module, tuned, ahead)
-            or recognise_attention(module, tuned, ahead, forms, uncapped)
+            or recognise_attention(module, tuned, ahead, forms, uncapped, halved)
             or recognise_router(module, call, tuned, handoff)
             or recognise_experts(module, handoff)
             or recognise_mixture(module, call, handoff, ahead)
         )
         if found is not None:
             candidates[module] = found
-    replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
+    replacements: dict[nn.Module, Replacement] = {**norms, **angles, **agreeing(candidates, calls)}
     layers = [module for module in calls if looks_like_layer(module)]
     return replacements | agreeing(recognise_layers(model, layers, forms, ahead), calls)
 
