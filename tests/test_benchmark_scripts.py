@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
 cpu_first_calls = importlib.import_module("cpu_first_calls")
 each_kernel = importlib.import_module("each_kernel")
+experts = importlib.import_module("experts")
 lab = importlib.import_module("lab")
 latency = importlib.import_module("latency")
 overhead = importlib.import_module("overhead")
@@ -40,6 +41,14 @@ def finished(pair):
     benchmark = benchmark_of_all_methods(pair, repeat=1)
     benchmark.run()
     return benchmark, build(benchmark, {}, interrupted=False)
+
+
+def test_experts_are_timed_for_each_number_of_tokens(tmp_path, capsys):
+    file = tmp_path / "experts.json"
+    experts.main(["--shapes", "32x16x8x2", "--tokens", "1,6", "--layers", "1", "--repeat", "1", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert [entry["tokens"] for entry in found] == [1, 6] and found[0]["touched"] == 2 < found[1]["touched"] <= 8
+    assert all(entry["us"] > 0 for entry in found) and len(capsys.readouterr().out.splitlines()) == 2
 
 
 # ---- predictions

@@ -34,7 +34,7 @@ from .backend import (
     wait_for_dependencies,
 )
 from .gated import activate, apply_gate
-from .linear import BLOCK, MOST_ROWS, STRIP, Partials
+from .linear import BLOCK, MOST_ROWS, STRIP, Partials, Plan
 from .routing import Touched
 
 MOST_SPLITS = 8
@@ -74,7 +74,9 @@ class Addend(NamedTuple):
     gate: Tensor | None = None  # [T, 1]: the values are multiplied by its sigmoid
 
 
-def apply_experts(x: Tensor, touched: Touched, experts: Experts, addend: Addend | None = None) -> Partials:
+def apply_experts(
+    x: Tensor, touched: Touched, experts: Experts, addend: Addend | None = None, plan: Plan | None = None
+) -> Partials:
     """Return the weighted sum of the chosen experts' outputs.
 
     Args:
@@ -82,10 +84,12 @@ def apply_experts(x: Tensor, touched: Touched, experts: Experts, addend: Addend 
         touched: the experts that the tokens touch, and the weight of each for each token.
         experts: all experts of the layer; see `fits`.
         addend: added to the result.
+        plan: splits of the down product, and stages of both for steps of `BLOCK` elements; None: the usual one.
 
     Returns:
         [T, H], as partials.
     """
+    plan = plan or usual_plan(experts)
     rows, depth = x.shape
     size, slots = experts.down.shape[2], touched.experts.shape[0]
     hidden = x.new_empty((slots, rows, size))
@@ -97,11 +101,10 @@ def apply_experts(x: Tensor, touched: Touched, experts: Experts, addend: Addend 
         BIAS=bias is not None, TANH=experts.gate.activation == "gelu_tanh",
         CLAMPED=experts.gate.activation == "clamped", INTERLEAVED=experts.gate.interleaved, ALPHA=experts.gate.alpha,
         LIMIT=experts.gate.limit, EVEN=size % (STRIP // 2) == 0, ROWS=height, STRIP=STRIP, BLOCK=block,
-        num_warps=4, num_stages=stages(block, x.dtype), **dependent_launch(x.device),
+        num_warps=4, num_stages=stages(plan, block, x.dtype), **dependent_launch(x.device),
     )  # fmt: skip
     weight, bias, block = experts.down, experts.down_bias, block_of(size)
-    strips = triton.cdiv(depth, STRIP)
-    splits = splits_for(strips, x.device)
+    strips, splits = triton.cdiv(depth, STRIP), plan.splits
     terms = x.new_empty((splits, rows, depth), dtype=torch.float32)
     values, scale = (x, x) if addend is None else (addend.values, x if addend.gate is None else addend.gate)
     _down_kernel[(strips, splits)](
@@ -109,7 +112,7 @@ def apply_experts(x: Tensor, touched: Touched, experts: Experts, addend: Addend 
         *weight.stride(), BIAS=bias is not None, ADD=addend is not None,
         GATED=addend is not None and addend.gate is not None, EVEN=depth % STRIP == 0,
         MOST=power_of_two(triton.cdiv(slots, splits) + 1, 32), ROWS=height, STRIP=STRIP, BLOCK=block,
-        num_warps=4, num_stages=stages(block, x.dtype), **dependent_launch(x.device),
+        num_warps=4, num_stages=stages(plan, block, x.dtype), **dependent_launch(x.device),
     )  # fmt: skip
     return Partials(terms, x.shape, x.dtype)
 
@@ -151,14 +154,16 @@ def block_of(depth: int) -> int:
     return next(block for block in (BLOCK, BLOCK // 2, BLOCK // 4, 16) if depth % block == 0)
 
 
-def stages(block: int, dtype: torch.dtype) -> int:
+def stages(plan: Plan, block: int, dtype: torch.dtype) -> int:
     """Return the stages of the software pipeline: the same bytes in flight for steps of any size."""
-    return min(8, 8 * BLOCK // (block * dtype.itemsize))
+    return min(8, 2 * plan.stages * BLOCK // (block * dtype.itemsize))
 
 
-def splits_for(strips: int, device: torch.device) -> int:
-    """Return the programs among which a strip of the down product is divided: two for each multiprocessor, in all."""
-    return min(MOST_SPLITS, power_of_two(triton.cdiv(2 * multiprocessors(device), strips)))
+def usual_plan(experts: Experts) -> Plan:
+    """Return a plan that gives the down product two programs for each multiprocessor."""
+    strips = triton.cdiv(experts.down.shape[1], STRIP)
+    programs = 2 * multiprocessors(experts.down.device)
+    return Plan(min(MOST_SPLITS, power_of_two(triton.cdiv(programs, strips))), stages=4)
 
 
 @varying("rows")

@@ -149,7 +149,7 @@ def _weights_of(module: Any, gate: Gate) -> Experts:
 @torch.no_grad()
 def _gate_of(module: Any) -> Gate | None:
     """Return how experts combine gate and up, judged by values on a probe; None if in no way that we know."""
-    both = 5 * torch.randn((64, 16), generator=torch.Generator().manual_seed(0))
+    both = 5 * torch.randn((64, 16), generator=torch.Generator().manual_seed(0), device="cpu")
     forms = [Gate("silu"), Gate("gelu_tanh")]
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     if isinstance(alpha, int | float) and isinstance(limit, int | float):
