@@ -232,6 +232,22 @@ def next_segment(planner, text, costs=CHEAP_DRAFT):
     return segments, segments.send(timing_of(segment, text, costs))
 
 
+def of_mixture(touched, draft_step):
+    """Costs of a mixture whose passes over 8 tokens take `touched` times those over one."""
+    points = tuple((float(sent), 0.003 * (1 + (touched - 1) * min(1, sent / 7))) for sent in (0, 1, 3, 7, 15))
+    return StepCosts(0.003, 0.0, draft_step, 1e-5, hidden=0.4, passes=points, waiting=3e-4)
+
+
+@pytest.mark.parametrize("predicted, actual, drafts", [(8.0, 1.05, True), (1.3, 8.0, False)])
+def test_wide_passes_of_a_mixture_are_tried(predicted, actual, drafts):
+    """How many experts the tokens of a text share is not known before, also in captured stages."""
+    costs, expected, known = of_mixture(actual, 2e-3), of_mixture(predicted, 2e-3), Knowledge()
+    for text in recordings("good")[:3]:
+        followed, _ = plan_text(text, known, costs, lambda context: expected)
+    assert (followed[-1].plan.policy != "autoregressive") is drafts
+    assert known.factors and all(factors.passes for factors in known.factors.values())
+
+
 def test_first_text_begins_with_the_predicted_plan():
     """Nothing is measured for its own sake, and nothing but the plan changes when the text is known."""
     costs, text = StepCosts(0.0042, 2e-5, 8.5e-5, 3e-6, hidden=0.4, waiting=3e-4), recordings("good")[0]

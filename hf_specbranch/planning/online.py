@@ -26,6 +26,7 @@ FEWEST_ROUNDS = 4  # a shorter segment is not learned from
 FIRST_ROUNDS = {True: 24, False: 8}  # by whether stages are captured: until the first evaluation of a new pair
 PLANNED_ROUNDS = 48  # until a chosen plan is checked for the first time; doubled after each check
 CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
+GROWS = 1.2  # times the pass over one token, from which on wider passes in one block do not take about the same time
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
 CHECKS = 2  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
 CHECK_EVERY = 16  # generations, later
@@ -176,12 +177,16 @@ class Planner:
     def _check_is_due(self, plan: SpecBranchConfig) -> bool:
         """Return whether to compare the plan with plain decoding, or plain decoding with a draft.
 
-        Captured passes within a block take about the same time, which needs no check.
+        Captured passes within a block take about the same time, which needs no check. In a mixture of experts they do
+        not, and how many experts the tokens of a text share is not known before.
         """
         if self.remaining() < 2 * CHECK_ROUNDS or self._other(plan) == plan:
             return False
         drafts = plan.policy != "autoregressive"
-        if self.captured and (not drafts or self.situation.rows * pass_width(plan) <= BLOCK_SIZE):
+        width, predicted = pass_width(plan if drafts else self._other(plan)), self.predicted(self.context())
+        in_block = self.situation.rows * width <= BLOCK_SIZE
+        grows = in_block and predicted.pass_seconds(width - 1) > GROWS * predicted.target_pass
+        if self.captured and not grows and (in_block or not drafts):
             return False
         if self.times_off > 1 and not self.checks:  # the rounds take another time than they used to
             return True
