@@ -18,6 +18,7 @@ from hf_specbranch.layers.base import split_graph
 from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.mlp import MlpForward
 from hf_specbranch.layers.products import Tuned
+from hf_specbranch.model_state import state_of
 from hf_specbranch.layers.storage import joined
 
 from .families import FAMILIES, make
@@ -47,8 +48,8 @@ def test_fused_model_sums_partials(family, monkeypatch):
     fuse(model)
     expected, plans = logits_over_branches(model, fused, DEVICE), []
 
-    def split(shared, x, weight, kind):
-        plans.append((shared.sums_partials, kind))
+    def split(_, x, weight, kind):
+        plans.append((state_of(model).kernel_recipe.ahead.sums_partials, kind))
         plan = Plan(splits=2 if kind == "split-k" else 1, stages=2)
         assert fits(x, weight, None, plan)
         return plan
