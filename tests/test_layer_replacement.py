@@ -18,8 +18,8 @@ from hf_specbranch.layers.base import split_graph
 from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.mlp import MlpForward
 from hf_specbranch.layers.products import Tuned
-from hf_specbranch.model_state import state_of
 from hf_specbranch.layers.storage import joined
+from hf_specbranch.model_state import state_of
 
 from .families import FAMILIES, make
 from .kernels import DEVICE, logits_over_branches
