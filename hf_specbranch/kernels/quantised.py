@@ -1,0 +1,335 @@
+"""y = x W^T for a few rows of x and a quantised W: a product bound by reading the packed weight once.
+
+Each program streams a strip of W as `linear.streamed` does. The elements are unpacked in registers, where tensor cores
+take their left operand from. A 4-bit word holds eight elements of one row of W. The sum over the inner dimension may
+be taken in any order, so element i of every word is multiplied by every eighth column of x, beginning at i: eight
+products, and no element of W moves to another thread.
+
+Codes of few bits are exact in half precision. Where a group has at least `BLOCK` elements, its scale is applied to the
+sum in float32. Smaller groups are scaled before they are rounded, as the reference is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .backend import (
+    HALF_PRECISION,
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+)
+from .linear import BLOCK, MOST_ROWS, Partials, Plan
+from .packed import WORD, Packed, dequantise
+
+# Wider strips unpack more elements per load of x, and narrower ones make more programs.
+QUANTISED_PLANS = tuple(
+    Plan(splits, stages, strip) for splits in (1, 2, 4, 8) for stages in (3, 5) for strip in (64, 128)
+)
+
+
+def quantised_linear(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> Tensor | Partials:
+    """Compute x W^T + bias by the kernel.
+
+    Args:
+        x: [..., K], at most `MOST_ROWS` rows.
+        weight: [N, K].
+        bias: [N] or None.
+        plan: with split-K the result is partials.
+
+    Returns:
+        [..., N].
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    (rows, depth), columns = flat.shape, weight.shape[0]
+    shape = torch.Size((*x.shape[:-1], columns))
+    dtype = x.dtype if plan.splits == 1 else torch.float32
+    target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
+    data, scale, zero = weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero
+    device = dependent_launch(x.device)
+    _quantised_kernel[(triton.cdiv(columns, plan.strip), plan.splits)](
+        flat, data, scale, zero, scale if weight.table is None else weight.table, flat if bias is None else bias,
+        target, rows, columns, depth, flat.stride(0), *data.stride(), *scale.stride(), *zero.stride(),
+        BIAS=bias is not None, CODE=weight.code, ZEROS=weight.zeros, OFFSET=weight.zero_offset,
+        HIGH_FIRST=weight.high_first, GROUP=min(weight.group, depth), SCALE_ROWS=weight.scale_rows,
+        EXPONENTS=scale.dtype == torch.uint8, WHOLE=weight.group >= depth,
+        ASSEMBLY=_assembly(weight, x.dtype) if device["PDL"] else "",
+        ROWS=16 if rows <= 16 else 32, STRIP=plan.strip, BLOCK=BLOCK, num_warps=4, num_stages=plan.stages, **device,
+    )  # fmt: skip
+    return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
+
+
+def quantised_reference(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """Compute what `quantised_linear` does, in float32 and rounded once."""
+    return functional.linear(x.float(), dequantise(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
+    """Return whether the kernel can compute this product with this plan."""
+    depth = weight.shape[1]
+    return (
+        can_run(x, bias)
+        and weight.data.device == x.device
+        and 0 < x.numel() <= MOST_ROWS * depth
+        and depth % BLOCK == 0
+        and depth // BLOCK >= plan.splits
+        and x.stride(-1) == 1
+        and kernel_takes(weight)
+    )
+
+
+def kernel_takes(weight: Packed) -> bool:
+    """Return whether the kernel reads this format."""
+    depth, group = weight.shape[1], weight.group
+    whole_blocks = group >= depth or group % BLOCK == 0
+    if weight.code in ("int8", "float8"):
+        return depth % BLOCK == 0 and whole_blocks and weight.zero is None
+    return depth % BLOCK == 0 and (whole_blocks or (group % WORD == 0 and BLOCK % group == 0))
+
+
+def takes_dtype(dtype: torch.dtype) -> bool:
+    """Return whether products of this dtype run through the kernel: float32 is left to the module."""
+    return dtype in HALF_PRECISION
+
+
+@lru_cache
+def _centred(magic: int, kind: str) -> str:
+    """Return the assembly that takes 4-bit codes from two words at a time: three instructions for two elements.
+
+    Four bits below the bits of 128 in bfloat16, or 1024 in float16, are that number plus the code. The centre that is
+    subtracted contains the same number.
+    """
+    lines = ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
+    for element in range(WORD):
+        half, shift = ("low", "high")[element // 4], element % 4 * 4
+        lines += [f"shr.u32 bits, {half}, {shift};"] if shift else []
+        lines += [f"lop3.b32 bits, {'bits' if shift else half}, 0x000F000F, {magic:#x}, 0x6A;"]  # (a & b) ^ c
+        lines += [f"sub.{kind} ${element}, bits, $10;"]
+    return "{ .reg .b32 low, high, bits; " + " ".join(lines) + " }"
+
+
+def _assembly(weight: Packed, dtype: torch.dtype) -> str:
+    """Return the assembly that unpacks this format, or nothing where plain code does it."""
+    small = weight.group < weight.shape[1] and weight.group % BLOCK != 0
+    if small or weight.code not in ("offset", "signed") or weight.high_first or dtype not in HALF_PRECISION:
+        return ""
+    flipped = 0x00080008 if weight.code == "signed" else 0  # two's complement becomes an unsigned code plus 8
+    return (
+        _centred(0x64006400 ^ flipped, "f16x2")
+        if dtype == torch.float16
+        else _centred(0x43004300 ^ flipped, "rn.bf16x2")
+    )
+
+
+@varying("rows")
+def _quantised_kernel(
+    x: Value,
+    data: Value,
+    scale: Value,
+    zero: Value,
+    table: Value,
+    bias: Value,
+    target: Value,
+    rows: Value,
+    columns: Value,
+    depth: Value,
+    x_row: Value,
+    data_n: Value,
+    data_k: Value,
+    scale_n: Value,
+    scale_k: Value,
+    zero_n: Value,
+    zero_k: Value,
+    BIAS: constexpr,
+    CODE: constexpr,
+    ZEROS: constexpr,
+    OFFSET: constexpr,
+    HIGH_FIRST: constexpr,
+    GROUP: constexpr,
+    SCALE_ROWS: constexpr,
+    EXPONENTS: constexpr,
+    WHOLE: constexpr,
+    ASSEMBLY: constexpr,
+    ROWS: constexpr,
+    STRIP: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    launch_dependents(PDL)
+    BYTES: tl.constexpr = CODE == "int8" or CODE == "float8"
+    LARGE: tl.constexpr = WHOLE or GROUP % BLOCK == 0  # at least a block has one scale, which is applied to the sum
+    WIDTH: tl.constexpr = BLOCK if BYTES else BLOCK // 8  # elements of `data` per row and step
+    column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    steps = depth // BLOCK
+    begin, end = split * steps // splits, (split + 1) * steps // splits
+    strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
+    n = strip.to(tl.int64)
+    row, inner, place = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    left = data + n[:, None] * data_n + (begin * WIDTH + place).to(tl.int64)[None, :] * data_k
+    right = x + row[:, None] * x_row + (begin * BLOCK + inner)[None, :]
+    scales, points = scale + n // SCALE_ROWS * scale_n, zero + n * zero_n
+    if ZEROS == "words":
+        points = zero + n // 8 * zero_n
+    shifts = (strip % 8 * 4)[:, None]
+    wait_for_dependencies(PDL)
+    result = tl.zeros((STRIP, ROWS), tl.float32)
+    for step in range(begin, end):
+        codes = tl.load(left)  # [STRIP, WIDTH]
+        states = tl.load(right, mask=(row < rows)[:, None], other=0.0)  # [ROWS, BLOCK]
+        if WHOLE:
+            group = tl.zeros((1,), tl.int32)
+        elif LARGE:
+            group = tl.zeros((1,), tl.int32) + step * BLOCK // GROUP
+        else:
+            group = (step * WIDTH + place) * 8 // GROUP
+        factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)  # [STRIP, 1 or WIDTH]
+        if BYTES:
+            part = tl.dot(codes.to(x.dtype.element_ty), tl.trans(states), input_precision="ieee")
+        else:
+            centre = tl.full((STRIP, 1), 8, tl.int32)
+            shift = tl.zeros((STRIP, 1), tl.float32)
+            if ZEROS == "words":
+                centre = (tl.load(points[:, None] + group[None, :] * zero_k) >> shifts & 15) + OFFSET
+                shift = (8 - centre).to(tl.float32) * factor  # a large group is centred at 8 and shifted by its sum
+            elif ZEROS == "shift":
+                shift = tl.load(points[:, None] + group[None, :] * zero_k).to(tl.float32)
+            part = _product_of_words(
+                codes, states, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, ASSEMBLY,
+                ROWS, STRIP, WIDTH,
+            )  # fmt: skip
+        if LARGE:
+            result += part * factor
+            if ZEROS != "none":
+                result += shift * tl.sum(states.to(tl.float32), 1)[None, :]
+        else:
+            result += part
+        left += WIDTH * data_k
+        right += BLOCK
+    if BIAS:
+        if split == 0:
+            result += tl.load(bias + strip).to(tl.float32)[:, None]
+    address = (split * rows + row)[None, :].to(tl.int64) * columns + column[:, None]
+    inside = (row < rows)[None, :] & (column < columns)[:, None]
+    tl.store(target + address, result.to(target.dtype.element_ty), mask=inside)
+
+
+@jit
+def _scale(pointers: Value, EXPONENTS: constexpr) -> Value:
+    """Load scales in float32."""
+    value = tl.load(pointers)
+    if EXPONENTS:
+        return tl.exp2(value.to(tl.float32) - 127.0)
+    else:
+        return value.to(tl.float32)
+
+
+@jit
+def _product_of_words(
+    words: Value,
+    states: Value,
+    centre: Value,
+    factor: Value,
+    shift: Value,
+    table: Value,
+    CODE: constexpr,
+    ZEROS: constexpr,
+    HIGH_FIRST: constexpr,
+    LARGE: constexpr,
+    ASSEMBLY: constexpr,
+    ROWS: constexpr,
+    STRIP: constexpr,
+    WIDTH: constexpr,
+) -> Value:
+    """Multiply words [STRIP, WIDTH] of 4-bit codes by x [ROWS, 8 WIDTH]: [STRIP, ROWS], without scales if LARGE."""
+    dtype: tl.constexpr = states.dtype
+    even, odd = _halves(states, ROWS, 8 * WIDTH)
+    even_low, even_high = _halves(even, ROWS, 4 * WIDTH)
+    odd_low, odd_high = _halves(odd, ROWS, 4 * WIDTH)
+    x0, x4 = _halves(even_low, ROWS, 2 * WIDTH)
+    x2, x6 = _halves(even_high, ROWS, 2 * WIDTH)
+    x1, x5 = _halves(odd_low, ROWS, 2 * WIDTH)
+    x3, x7 = _halves(odd_high, ROWS, 2 * WIDTH)
+    if ASSEMBLY != "":
+        wide = tl.full((STRIP, WIDTH), 1032.0 if dtype == tl.float16 else 136.0, dtype)
+        w0, w1, w2, w3, w4, w5, w6, w7 = _centred_elements(words, wide, ASSEMBLY)
+    else:
+        w0 = _element(words, 0, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w1 = _element(words, 1, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w2 = _element(words, 2, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w3 = _element(words, 3, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w4 = _element(words, 4, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w5 = _element(words, 5, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w6 = _element(words, 6, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+        w7 = _element(words, 7, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
+    part = tl.dot(w0, tl.trans(x0), input_precision="ieee")
+    part = tl.dot(w1, tl.trans(x1), part, input_precision="ieee")
+    part = tl.dot(w2, tl.trans(x2), part, input_precision="ieee")
+    part = tl.dot(w3, tl.trans(x3), part, input_precision="ieee")
+    part = tl.dot(w4, tl.trans(x4), part, input_precision="ieee")
+    part = tl.dot(w5, tl.trans(x5), part, input_precision="ieee")
+    part = tl.dot(w6, tl.trans(x6), part, input_precision="ieee")
+    return tl.dot(w7, tl.trans(x7), part, input_precision="ieee")
+
+
+@jit
+def _halves(x: Value, ROWS: constexpr, SIZE: constexpr) -> Value:
+    """Return the even and the odd columns of x [ROWS, SIZE]."""
+    return tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+
+
+@jit
+def _centred_elements(words: Value, centre: Value, ASSEMBLY: constexpr) -> Value:
+    """Return the eight elements of each word minus the centre; see `_centred`."""
+    if centre.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, centre],
+            (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, centre],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@jit
+def _element(
+    words: Value,
+    index: constexpr,
+    centre: Value,
+    factor: Value,
+    shift: Value,
+    table: Value,
+    CODE: constexpr,
+    ZEROS: constexpr,
+    HIGH_FIRST: constexpr,
+    LARGE: constexpr,
+    dtype: constexpr,
+) -> Value:
+    """Return one of the eight elements of each word, scaled where groups are small."""
+    code = words >> 4 * ((index ^ 1) if HIGH_FIRST else index) & 15
+    if CODE == "table":
+        value = tl.load(table + code)
+    elif CODE == "signed":
+        value = ((code ^ 8) - 8).to(tl.float32)
+    else:
+        value = (code - (8 if LARGE else centre)).to(tl.float32)
+    if not LARGE:
+        value = value * factor
+        if ZEROS == "shift":
+            value += shift
+    return value.to(dtype)

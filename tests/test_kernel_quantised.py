@@ -1,0 +1,61 @@
+"""Products with quantised weights: references equal the weights that were packed, kernels equal references."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hf_specbranch.kernels.linear import Partials, Plan
+from hf_specbranch.kernels.packed import dequantise
+from hf_specbranch.kernels.quantised import QUANTISED_PLANS, fits, quantised_linear, quantised_reference
+
+from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
+from .quantised import KINDS, groups_of, random_packed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantised_weights(kind):
+    for group in groups_of(kind, 256):
+        packed, dense = random_packed(kind, 136, 256, group)
+        assert packed.shape == dense.shape
+        torch.testing.assert_close(dequantise(packed), dense)
+
+
+@on_kernels
+@given(st.sampled_from(KINDS), dtypes, seeds, st.integers(1, 32), st.integers(1, 18), st.booleans(),
+       st.sampled_from(QUANTISED_PLANS), st.integers(0, 3))  # fmt: skip
+@example("float8", torch.float16, 0, 3, 17, True, Plan(2, 3, 64), 0)
+@example("int8", torch.float16, 0, 1, 9, False, Plan(1, 3, 64), 1)
+@example("gptq", torch.float16, 0, 5, 9, True, Plan(4, 3, 128), 2)
+@example("asymmetric", torch.float32, 0, 20, 3, True, Plan(1, 3, 64), 1)
+@example("shift", torch.float32, 0, 2, 9, True, Plan(2, 3, 64), 2)
+@example("symmetric", torch.float16, 0, 7, 9, False, Plan(1, 3, 64), 3)
+@example("mxfp4", torch.float32, 0, 7, 9, False, Plan(1, 3, 64), 0)
+@example("nf4", torch.float16, 0, 7, 9, False, Plan(1, 3, 64), 1)
+def test_kernel_quantised(kind, dtype, seed, rows, words, biased, plan, size):
+    torch.manual_seed(seed)
+    depth = 1024
+    sizes = groups_of(kind, depth)
+    packed, _ = random_packed(kind, 8 * words, depth, sizes[size % len(sizes)], dtype, DEVICE)
+    x, bias = randn(rows, depth, dtype=dtype), randn(8 * words, dtype=dtype) if biased else None
+    assert fits(x, packed, bias, plan)
+    product, expected = quantised_linear(x, packed, bias, plan), quantised_reference(x, packed, bias)
+    if plan.splits > 1:
+        assert isinstance(product, Partials) and product.shape == expected.shape
+        product = product.sum()
+    assert_close(product, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_of_quantised_products(kind):
+    """Our error against the float32 product is at most 1.1 times that of bfloat16 weights and a bfloat16 product."""
+    torch.manual_seed(0)
+    for group in groups_of(kind, 4096):
+        packed, dense = random_packed(kind, 512, 4096, group, torch.bfloat16, "cuda")
+        dense, x = dense.cuda(), torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ dense.double().T
+        got = quantised_linear(x, packed, None, Plan(1, 3, 64))
+        plain = x @ dense.to(torch.bfloat16).T
+        errors = [(each.double() - exact).norm() for each in (got, plain)]
+        assert errors[0] <= 1.1 * errors[1], (group, errors)
