@@ -39,7 +39,9 @@ def test_kernel_quantised(kind, dtype, seed, rows, words, biased, plan, size):
     packed, _ = random_packed(kind, 8 * words, depth, sizes[size % len(sizes)], dtype, DEVICE)
     x, bias = randn(rows, depth, dtype=dtype), randn(8 * words, dtype=dtype) if biased else None
     assert fits(x, packed, bias, plan)
-    product, expected = quantised_linear(x, packed, bias, plan), quantised_reference(x, packed, bias)
+    other, _ = random_packed("symmetric", 24, depth, 128, dtype, DEVICE)  # two products side by side
+    product = quantised_linear(x, [packed, other], [bias, None], plan)
+    expected = torch.cat([quantised_reference(x, packed, bias), quantised_reference(x, other, None)], dim=-1)
     if plan.splits > 1:
         assert isinstance(product, Partials) and product.shape == expected.shape
         product = product.sum()
@@ -55,7 +57,7 @@ def test_error_of_quantised_products(kind):
         packed, dense = random_packed(kind, 512, 4096, group, torch.bfloat16, "cuda")
         dense, x = dense.cuda(), torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
         exact = x.double() @ dense.double().T
-        got = quantised_linear(x, packed, None, Plan(1, 3, 64))
+        got = quantised_linear(x, [packed], [None], Plan(1, 3, 64))
         plain = x @ dense.to(torch.bfloat16).T
         errors = [(each.double() - exact).norm() for each in (got, plain)]
         assert errors[0] <= 1.1 * errors[1], (group, errors)

@@ -11,6 +11,7 @@ sum in float32. Smaller groups are scaled before they are rounded, as the refere
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -39,35 +40,44 @@ QUANTISED_PLANS = tuple(
 )
 
 
-def quantised_linear(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> Tensor | Partials:
-    """Compute x W^T + bias by the kernel.
+def quantised_linear(
+    x: Tensor, weights: Sequence[Packed], biases: Sequence[Tensor | None], plan: Plan
+) -> Tensor | Partials:
+    """Compute x W^T + bias by the kernel, for several weights one after the other.
 
     Args:
         x: [..., K], at most `MOST_ROWS` rows.
-        weight: [N, K].
-        bias: [N] or None.
+        weights: [N_i, K] each.
+        biases: [N_i] or None each.
         plan: with split-K the result is partials.
 
     Returns:
-        [..., N].
+        [..., sum of N_i].
     """
     flat = x.reshape(-1, x.shape[-1])
-    (rows, depth), columns = flat.shape, weight.shape[0]
-    shape = torch.Size((*x.shape[:-1], columns))
-    dtype = x.dtype if plan.splits == 1 else torch.float32
-    target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
+    rows, total = flat.shape[0], sum(weight.shape[0] for weight in weights)
+    shape = torch.Size((*x.shape[:-1], total))
+    target = flat.new_empty((plan.splits, rows, total), dtype=x.dtype if plan.splits == 1 else torch.float32)
+    start = 0
+    for weight, bias in zip(weights, biases, strict=True):
+        _launch(flat, weight, bias, plan, target[:, :, start:], total)
+        start += weight.shape[0]
+    return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
+
+
+def _launch(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, target: Tensor, target_row: int) -> None:
+    (rows, depth), columns = x.shape, weight.shape[0]
     data, scale, zero = weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero
     device = dependent_launch(x.device)
     _quantised_kernel[(triton.cdiv(columns, plan.strip), plan.splits)](
-        flat, data, scale, zero, scale if weight.table is None else weight.table, flat if bias is None else bias,
-        target, rows, columns, depth, flat.stride(0), *data.stride(), *scale.stride(), *zero.stride(),
+        x, data, scale, zero, scale if weight.table is None else weight.table, x if bias is None else bias,
+        target, rows, columns, depth, x.stride(0), *data.stride(), *scale.stride(), *zero.stride(), target_row,
         BIAS=bias is not None, CODE=weight.code, ZEROS=weight.zeros, OFFSET=weight.zero_offset,
         HIGH_FIRST=weight.high_first, GROUP=min(weight.group, depth), SCALE_ROWS=weight.scale_rows,
         EXPONENTS=scale.dtype == torch.uint8, WHOLE=weight.group >= depth,
         ASSEMBLY=_assembly(weight, x.dtype) if device["PDL"] else "",
         ROWS=16 if rows <= 16 else 32, STRIP=plan.strip, BLOCK=BLOCK, num_warps=4, num_stages=plan.stages, **device,
     )  # fmt: skip
-    return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
 
 
 def quantised_reference(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
@@ -96,11 +106,6 @@ def kernel_takes(weight: Packed) -> bool:
     if weight.code in ("int8", "float8"):
         return depth % BLOCK == 0 and whole_blocks and weight.zero is None
     return depth % BLOCK == 0 and (whole_blocks or (group % WORD == 0 and BLOCK % group == 0))
-
-
-def takes_dtype(dtype: torch.dtype) -> bool:
-    """Return whether products of this dtype run through the kernel: float32 is left to the module."""
-    return dtype in HALF_PRECISION
 
 
 @lru_cache
@@ -151,6 +156,7 @@ def _quantised_kernel(
     scale_k: Value,
     zero_n: Value,
     zero_k: Value,
+    target_row: Value,
     BIAS: constexpr,
     CODE: constexpr,
     ZEROS: constexpr,
@@ -220,7 +226,7 @@ def _quantised_kernel(
     if BIAS:
         if split == 0:
             result += tl.load(bias + strip).to(tl.float32)[:, None]
-    address = (split * rows + row)[None, :].to(tl.int64) * columns + column[:, None]
+    address = (split * rows + row)[None, :].to(tl.int64) * target_row + column[:, None]
     inside = (row < rows)[None, :] & (column < columns)[:, None]
     tl.store(target + address, result.to(target.dtype.element_ty), mask=inside)
 
