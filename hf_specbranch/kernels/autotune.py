@@ -148,32 +148,73 @@ def _candidates(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
 def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
     following = autotune([_down(weight) for weight in weights], rows, "split-k") if kind == "gated" else None
     product = partial(_product, kind, following)
-    limit, best = 0.0, None
-    for plan in (None, *_candidates(weights[0], rows, kind)):
+    x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
+    seconds = _seconds_of_each(product, weights, x, [None, *_candidates(weights[0], rows, kind)])
+    seconds[None] = seconds.get(None, 0.0) * MARGIN
+    return min(seconds, key=lambda plan: seconds[plan])
+
+
+def autotune_quantised(
+    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
+    weights: Sequence[Any],
+    x: Tensor,
+    name: str,
+    columns: int,
+    kind: Kind,
+    candidates: Sequence[Plan],
+) -> Plan | None:
+    """Return the fastest plan for products with quantised weights, or None where no plan runs.
+
+    Args:
+        product: computes x W^T for one of the weights, by a plan.
+        weights: all weights of one shape and format.
+        x: [rows, K].
+        name: of the format; part of the key.
+        columns: N.
+        kind: what the product is for.
+        candidates: the plans to measure.
+    """
+    rows, depth = x.shape
+    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{16 if rows <= 16 else 32}|{columns}x{depth}|{kind}"
+    found, plan = plans.find(key)
+    if found or torch.cuda.is_current_stream_capturing():
+        return plan
+    if is_dry_run():
+        for each in candidates:
+            product(x, weights[0], each)
+        return None
+    seconds = _seconds_of_each(product, weights, x, candidates)
+    plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
+    plans.store(key, plan)
+    return plan
+
+
+def _seconds_of_each(
+    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
+    weights: Sequence[Any],
+    x: Tensor,
+    candidates: Sequence[Plan | None],
+) -> dict[Plan | None, float]:
+    seconds: dict[Plan | None, float] = {}
+    for plan in candidates:
         try:
-            seconds = _seconds(product, weights, rows, plan)
+            seconds[plan] = _seconds(product, weights, x, plan)
         except Exception as error:  # a plan that this GPU cannot run, for lack of shared memory, say
             logger.debug("%s does not run here: %s", plan, error)
-            continue
-        if plan is None:
-            limit = seconds * MARGIN
-        elif seconds < limit:
-            limit, best = seconds, plan
-    return best
+    return seconds
 
 
 @torch.no_grad()
 def _seconds(
-    product: Callable[[Tensor, Tensor, Plan | None], Tensor | Partials],
-    weights: Sequence[Tensor],
-    rows: int,
+    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
+    weights: Sequence[Any],
+    x: Tensor,
     plan: Plan | None,
 ) -> float:
     """Measure a norm and a product: after a small kernel the product has time to set up, as in a layer.
 
     The weights alternate, so that they come from memory rather than from a cache.
     """
-    x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device, dtype=weights[0].dtype)
     scale = torch.ones_like(x[0])
     calls = min(24, max(8, len(weights)))
     product(rms_norm(x, scale, 1e-6)[0], weights[0], plan)  # compiled outside the capture
@@ -207,8 +248,11 @@ def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
 
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:
-    device, dtype = _gpu_and_versions(weight.device), str(weight.dtype).removeprefix("torch.")
-    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
+    return f"{_gpu_and_versions(weight.device)}|{_name(weight.dtype)}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache
