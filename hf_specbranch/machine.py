@@ -20,6 +20,8 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
+from .model_state import every_tensor
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECBRANCH_CACHE"
@@ -52,6 +54,7 @@ def write_whole(path: Path, text: str) -> None:
 def shapes_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return what step costs depend on: shapes and dtypes of all weights, and the attention implementation."""
     weights = [(tuple(weight.shape), str(weight.dtype)) for weight in model.parameters()]
+    weights += [(tuple(part.shape), str(part.dtype)) for part in every_tensor(model) if not part.is_floating_point()]
     digest = hashlib.sha256(repr(weights).encode()).hexdigest()[:16]
     attention = str(getattr(model.config, "_attn_implementation", ""))
     return {"class": type(model).__name__, "weights": digest, "attention": attention}

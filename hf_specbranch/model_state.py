@@ -30,7 +30,7 @@ class ModelState:
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
         padding_seconds: how long padding rows have taken, by rows of the batch without them (`decoding.row_padding`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
-        num_parameters: counted once, since that takes a millisecond.
+        weight_bytes: by dtype of the model; counted once, since that takes a millisecond.
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
     """
 
@@ -43,7 +43,7 @@ class ModelState:
     idle_runners: list[Any] = field(default_factory=list)
     padding_seconds: dict[int, float] = field(default_factory=dict)
     warned_eager: str = ""
-    num_parameters: int | None = None
+    weight_bytes: tuple[Any, int] | None = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
 
 
@@ -71,12 +71,12 @@ def every_state() -> list[ModelState]:
         return list(_STATES.values())
 
 
-def num_parameters(model: nn.Module) -> int:
-    """How many parameters a model has."""
-    state = state_of(model)
-    if state.num_parameters is None:
-        state.num_parameters = sum(weight.numel() for weight in model.parameters())
-    return state.num_parameters
+def weight_bytes(model: nn.Module) -> int:
+    """How many bytes of memory the weights and buffers of a model take, as they are stored: packed if quantised."""
+    state, dtype = state_of(model), getattr(model, "dtype", None)
+    if state.weight_bytes is None or state.weight_bytes[0] != dtype:
+        state.weight_bytes = dtype, sum(tensor.nbytes for tensor in every_tensor(model))
+    return state.weight_bytes[1]
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
@@ -121,6 +121,35 @@ def every_buffer(model: nn.Module) -> list[Tensor]:
     """
     held = (module._buffers.values() for module in every_module(model) if module._buffers)
     return [buffer for buffers in held for buffer in buffers if buffer is not None]
+
+
+def every_tensor(model: nn.Module) -> list[Tensor]:
+    """Return the plain tensors that hold all parameters and buffers of a model, each once.
+
+    Quantised weights may be subclasses of tensors, which hold packed data and scales.
+
+    Example:
+        >>> from torch import nn
+        >>> [tuple(tensor.shape) for tensor in every_tensor(nn.Linear(3, 2))]
+        [(2, 3), (2,)]
+    """
+    held = {id(tensor): tensor for tensor in (*every_parameter(model), *every_buffer(model))}
+    return [part for tensor in held.values() for part in _parts(tensor)]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    state = getattr(tensor, "quant_state", None)  # bitsandbytes
+    if state is None:
+        return [tensor]
+    nested = getattr(state, "state2", None)
+    states = (state,) if nested is None else (state, nested)
+    values = [getattr(each, name, None) for each in states for name in ("absmax", "code", "offset")]
+    return [tensor.data.as_subclass(Tensor), *(value for value in values if isinstance(value, Tensor))]
 
 
 # ---- PEFT adapters

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .checks import FAILED, OK, WARNING, Check
+from .model_state import weight_bytes
 from .request import check_model, check_pair
 from .runtime.mask_probe import mask_maker_for
 from .runtime.selection import why_not_captured
@@ -78,7 +79,7 @@ def _capture(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
 
 
 def _memory(target: PreTrainedModel, draft: PreTrainedModel) -> Check:
-    weights = sum(p.numel() * p.element_size() for model in (target, draft) for p in model.parameters())
+    weights = weight_bytes(target) + weight_bytes(draft)
     per_token = [_cache_bytes(model) for model in (target, draft)]
     found, cache = f"weights {_gib(weights)}", 0
     if None not in per_token:

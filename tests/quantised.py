@@ -1,8 +1,14 @@
 """Packs weights as checkpoints do: the tests' own code, so that unpacking is not tested against itself."""
 
+import copy
+
 import torch
+from torch import nn
+from torch.nn import functional
 
 from hf_specbranch.kernels.packed import FP4_VALUES, Packed
+
+from .models import llama
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of eight
 
@@ -82,3 +88,115 @@ def groups_of(kind, depth):
 def _to(device, packed):
     moved = {name: value.to(device) for name, value in packed._asdict().items() if torch.is_tensor(value)}
     return packed._replace(**moved)
+
+
+# ---- linear layers as the packages build them: the same tensors under the same names
+
+
+class Float8Linear(nn.Linear):
+    """Block-scaled FP8, as transformers' FP8Linear stores it."""
+
+    def __init__(self, weight):
+        rows, depth = weight.shape
+        super().__init__(depth, rows, bias=False)
+        blocks = weight.float().view(rows // 128, 128, depth // 128, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        data = (blocks / scale[:, None, :, None]).reshape(rows, depth).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale)
+        self.block_size = (128, 128)
+
+    def dense(self):
+        return self.weight.float() * self.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+    def forward(self, x):
+        return functional.linear(x, self.dense().to(x.dtype))
+
+
+class WordsLinear(nn.Module):
+    """4 bits with zero points, as compressed-tensors stores them."""
+
+    def __init__(self, weight, group=64):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        codes, points, scale = quantise(weight, group)
+        self.weight_packed = nn.Parameter(pack_last(codes), requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.weight_zero_point = nn.Parameter(pack_last(points.T).T.contiguous(), requires_grad=False)
+        self.kept = ((codes - points.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1),)
+
+    def dense(self):
+        return self.kept[0]
+
+    def forward(self, x):
+        return functional.linear(x, self.dense().to(x))
+
+
+class GptqLinear(nn.Module):
+    """4 bits as GPTQ stores them, in buffers. The first version of the format stores zero points minus one."""
+
+    def __init__(self, weight, group=128, version=1):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        codes, points, scale = quantise(weight, group)
+        points = points.clamp(1, 15)
+        stored = points - 1 if version == 1 else points
+        self.register_buffer("qweight", pack_last(codes).T.contiguous())
+        self.register_buffer("qzeros", pack_last(stored.T))
+        self.register_buffer("scales", scale.T.contiguous())
+        self.register_buffer("g_idx", torch.arange(self.in_features, dtype=torch.int32) // group)
+        self.kept = ((codes - points.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1),)
+        self.bias = None
+
+    def dense(self):
+        return self.kept[0]
+
+    def forward(self, x):
+        return functional.linear(x, self.dense().to(x))
+
+
+class AwqLinear(nn.Module):
+    """4 bits packed along the outputs, as AWQ stores them: no kernel of ours reads this layout."""
+
+    def __init__(self, weight, group=128):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        codes, points, scale = quantise(weight, group)
+
+        def order(values):
+            return values.T.reshape(-1, self.out_features // 8, 8)[..., list(AWQ_ORDER)].flatten(1)
+
+        self.register_buffer("qweight", pack_last(order(codes)))
+        self.register_buffer("qzeros", pack_last(order(points)))
+        self.register_buffer("scales", scale.T.contiguous())
+        self.kept = ((codes - points.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1),)
+
+    def dense(self):
+        return self.kept[0]
+
+    def forward(self, x):
+        return functional.linear(x, self.dense().to(x))
+
+
+def quantise(weight, group):
+    """Return codes 0 to 15 [N, K], zero points and scales [N, K / group]."""
+    groups = weight.detach().float().unflatten(1, (-1, group))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).clamp(min=1e-8)
+    points = (-low / scale).round().clamp(0, 15)
+    codes = (groups / scale[..., None] + points[..., None]).round().clamp(0, 15)
+    return codes.flatten(1).long(), points.long(), scale
+
+
+def quantised_model(kind, **changes):
+    """Return a tiny model whose projections are quantised, and the model with the dequantised weights."""
+    dense = llama(seed=3, hidden=128, layers=2, intermediate_size=256, num_key_value_heads=4, **changes)
+    model = copy.deepcopy(dense)
+    for inner, outer in zip(dense.model.layers, model.model.layers):
+        for block in ("self_attn", "mlp"):
+            for name, linear in list(getattr(inner, block).named_children()):
+                if isinstance(linear, nn.Linear):
+                    layer = kind(linear.weight.data)
+                    setattr(getattr(outer, block), name, layer)
+                    linear.weight.data = layer.dense().clone()
+    return model, dense

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..model_state import weight_bytes
 from ..runtime.selection import release
 from ..stats import SpecBranchStats
 from .methods import Method, Pair
@@ -126,7 +127,7 @@ def needed_memory(pair: Pair, length: int) -> dict[str, Any]:
     """Return the bytes that a run needs at least: weights, and caches of `length` tokens."""
     needs = {}
     for role, model in (("target", pair.target), ("draft", pair.draft)):
-        needs[f"{role}_weights"] = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        needs[f"{role}_weights"] = weight_bytes(model)
         needs[f"{role}_cache"] = cache_bytes(model, length)
     return {**needs, "total": sum(needs.values()), "tokens": length}
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
-from ..model_state import num_parameters
+from ..model_state import weight_bytes
 from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
 from ..planning.chooser import plans_within
 from ..planning.knowledge import Situation, knowledge_of
@@ -334,4 +334,4 @@ def scored_tokens(model: PreTrainedModel) -> int:
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:
     """Whether the draft is small compared with its target."""
-    return num_parameters(target) >= CHEAP * num_parameters(draft)
+    return weight_bytes(target) >= CHEAP * weight_bytes(draft)

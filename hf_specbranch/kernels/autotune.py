@@ -248,7 +248,8 @@ def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
 
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:
-    return f"{_gpu_and_versions(weight.device)}|{_name(weight.dtype)}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
+    device, dtype = _gpu_and_versions(weight.device), _name(weight.dtype)
+    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
 
 
 def _name(dtype: torch.dtype) -> str:

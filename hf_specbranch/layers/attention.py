@@ -14,7 +14,8 @@ from ..kernels.norm import NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
 from .base import Arguments, Replacement, submodules
 from .norm import Ahead, epsilon, looks_like_norm, shared_form
-from .products import Product, Tuned, product_of
+from .product import Product, Tuned
+from .products import product_of
 
 
 class AttentionForward(Replacement):

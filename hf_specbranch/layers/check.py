@@ -88,7 +88,7 @@ def _output_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights of the last products of attention and MLP, in this module or below."""
     products = (getattr(inner, name, None) for inner in module.modules() for name in ("o_proj", "down_proj"))
     weights = (product.weight if type(product) is nn.Linear else product for product in products)
-    return [weight for weight in weights if isinstance(weight, nn.Parameter) and not weight.is_meta]
+    return [weight for weight in weights if type(weight) is nn.Parameter and not weight.is_meta]
 
 
 @torch.no_grad()

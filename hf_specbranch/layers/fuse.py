@@ -23,7 +23,8 @@ from ..model_state import every_module, state_of
 from .attention import AttentionForward
 from .base import Call, Replacement, ThreadForward, untouched
 from .norm import Ahead
-from .products import LinearForward, PlainProduct, Tuned, Weights, is_plain
+from .product import Product, Tuned, Weights
+from .products import LinearForward, PlainProduct, is_plain, quantised_layers
 from .recognise import calls_registered_attention, readers_of_one_input, recognise, record_calls
 from .storage import join, joinable, joined, separate
 
@@ -40,6 +41,7 @@ class Recipe(NamedTuple):
     replacements: dict[nn.Module, Replacement]
     attention: str  # the implementation that the config names meanwhile
     readers: list[Sequence[nn.Linear]]  # linear layers whose weights may be joined
+    quantised: dict[nn.Module, Product]  # single linear layers with quantised weights
 
 
 def fuse(model: PreTrainedModel) -> Callable[[], None]:
@@ -187,7 +189,9 @@ def _examine(model: PreTrainedModel, calls: dict[nn.Module, Call], implementatio
         attention = registered_attention(model, implementation)
     tuned.find_weights = dict
     _forget(ahead)
-    return Recipe(structure, tuned, ahead, replacements, attention, readers)
+    bypassed = {inner for replacement in replacements.values() for inner in replacement.bypassed}
+    quantised = quantised_layers([module for module in every_module(model) if module not in bypassed], tuned)
+    return Recipe(structure, tuned, ahead, replacements, attention, readers, quantised)
 
 
 def registered_attention(model: PreTrainedModel, implementation: str) -> str:
@@ -205,7 +209,10 @@ def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, 
             bypassed.update(replacement.bypassed)
             yield module, replacement
     for module in every_module(model):
-        if type(module) is nn.Linear and module not in bypassed and "forward" not in module.__dict__:
+        if module in recipe.quantised:
+            if module not in bypassed and untouched(module):
+                yield module, LinearForward(recipe.quantised[module])
+        elif type(module) is nn.Linear and module not in bypassed and "forward" not in module.__dict__:
             if module.weight.is_cuda and module.weight.numel() >= SMALLEST_PRODUCT and module.weight.dtype in FLOATS:
                 yield module, LinearForward(PlainProduct([module], recipe.tuned))
 

@@ -12,7 +12,8 @@ from ..kernels.gated import recognise as recognise_activation
 from ..kernels.linear import Partials
 from .base import Replacement, submodules
 from .norm import Ahead
-from .products import Product, Tuned, product_of
+from .product import Product, Tuned
+from .products import product_of
 
 
 class MlpForward(Replacement):

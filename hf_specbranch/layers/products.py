@@ -5,83 +5,18 @@ A `Product` says how a kind of linear layer is computed. Attention and MLP do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.backend import FLOATS
-from ..kernels.gated import Activation, gated, gated_product
-from ..kernels.linear import Partials, Plan, linear, linear_split_k
+from ..kernels.gated import Activation
+from ..kernels.linear import Partials
 from .base import Replacement, untouched
+from .product import Product, Tuned
 from .storage import joined
-
-Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
-
-
-class Tuned:
-    """Products with the plan that was autotuned for their shape.
-
-    Attributes:
-        find_weights: returns the weights of the model by shape, for autotuning.
-    """
-
-    def __init__(self) -> None:
-        self.find_weights: Callable[[], Weights] = dict
-
-    def whole(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x W^T + bias."""
-        return linear(x, weight, bias, self._plan(x, weight, "whole"))
-
-    def split_k(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Partials:
-        """Compute x W^T + bias for a kernel that sums split-K partials."""
-        return linear_split_k(x, weight, bias, self._plan(x, weight, "split-k"))
-
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-        """Compute act(gate) * up, where W holds the rows of both."""
-        return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
-
-    def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
-        if not x.is_cuda:
-            return None
-        rows = x.numel() // x.shape[-1]
-        found, plan = known_plan(weight, rows, kind)
-        if not found:
-            alike = self.find_weights().get((weight.shape, weight.dtype)) or [weight]
-            plan = autotune(alike, rows, kind)
-        return plan
-
-
-class Product:
-    """The outputs of linear layers that read one input, concatenated: [..., K] -> [..., N].
-
-    Args:
-        layers: the linear layers.
-    """
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers = layers
-        self.in_features: int = layers[0].in_features
-        self.out_features = sum(int(layer.out_features) for layer in layers)
-
-    @property
-    def bypassed(self) -> list[nn.Module]:
-        """The modules that this product does not call."""
-        return [module for layer in self.layers for module in layer.modules()]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the product."""
-        raise NotImplementedError
-
-    def split_k(self, x: Tensor) -> Tensor | Partials:
-        """Compute the product for a kernel that sums split-K partials."""
-        return self(x)
-
-    def gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """Compute act(gate) * up, where the first half of the product is the gate."""
-        return gated(self(x), activation)
 
 
 class PlainProduct(Product):
@@ -123,6 +58,17 @@ class SideBySide(Product):
         return torch.cat([product(x) for product in self.products], dim=-1)
 
 
+class OwnProduct(Product):
+    """Layers that run their own code, concatenated: formats that no kernel of ours reads."""
+
+    @property
+    def bypassed(self) -> list[nn.Module]:
+        return []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], dim=-1) if len(self.layers) > 1 else self.layers[0](x)
+
+
 def product_of(layers: Sequence[Any], tuned: Tuned) -> Product | None:
     """Return how linear layers that read one input are computed; None if one of them is of an unknown kind."""
     if not layers or len({getattr(layer, "in_features", None) for layer in layers}) > 1:
@@ -130,12 +76,41 @@ def product_of(layers: Sequence[Any], tuned: Tuned) -> Product | None:
     if all(is_plain(layer) for layer in layers):
         alike = len({layer.bias is None for layer in layers}) == 1
         return PlainProduct(layers, tuned) if alike else SideBySide([PlainProduct([layer], tuned) for layer in layers])
-    return None
+    from .quantised import quantised_product  # loaded for quantised models only
+
+    if (quantised := quantised_product(layers, tuned)) is not None:
+        return quantised
+    if len(layers) == 1:
+        return OwnProduct(layers) if _is_leaf(layers[0]) else None
+    products = [product for layer in layers if (product := product_of([layer], tuned)) is not None]
+    return SideBySide(products) if len(products) == len(layers) else None
 
 
 def is_plain(layer: Any) -> bool:
     """Return whether this is a plain linear layer: not wrapped, quantised or hooked."""
-    return type(layer) is nn.Linear and untouched(layer) and layer.weight.dtype in FLOATS
+    return (
+        type(layer) is nn.Linear
+        and untouched(layer)
+        and layer.weight.dtype in FLOATS
+        and not hasattr(layer.weight, "qdata")  # torchao keeps the class of the layer
+    )
+
+
+def _is_leaf(layer: Any) -> bool:
+    """Return whether a module has the sizes of a linear layer and consists of tensors alone: no adapter wraps it."""
+    sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
+    leaf = isinstance(layer, nn.Module) and untouched(layer) and not any(True for _ in layer.children())
+    return leaf and all(isinstance(size, int) for size in sizes)
+
+
+def quantised_layers(modules: Sequence[nn.Module], tuned: Tuned) -> dict[nn.Module, Product]:
+    """Return products for the linear layers among these modules that hold quantised weights of known formats."""
+    unknown = [module for module in modules if _is_leaf(module) and not is_plain(module)]
+    if not unknown:
+        return {}
+    from .quantised import quantised_product
+
+    return {module: product for module in unknown if (product := quantised_product([module], tuned)) is not None}
 
 
 class LinearForward(Replacement):

@@ -25,7 +25,7 @@ from .decoder_layer import looks_like_layer, recognise_layers
 from .mixture import looks_like_experts, looks_like_mixture, recognise_experts, recognise_mixture
 from .mlp import mlp_inputs, recognise_mlp
 from .norm import Ahead, looks_like_norm, recognise_norms
-from .products import Tuned
+from .product import Tuned
 from .router import Handoff, looks_like_router, recognise_router
 
 TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots

@@ -10,12 +10,12 @@ each further token in a pass costs more than in a dense model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..model_state import weight_bytes
 from .costs import StepCosts, interpolate
 
 # Captured stages on an H200: bytes per second, seconds per layer, the cost of each further token in a pass.
@@ -51,17 +51,16 @@ class ModelSize(NamedTuple):
 
 def size_of(model: PreTrainedModel) -> ModelSize:
     """Return the size of a model. Counting the weights takes about a millisecond."""
-    weights, config = dict(model.named_parameters()), model.config.get_text_config(decoder=True)
-    first = next(iter(weights.values()), None)
+    config = model.config.get_text_config(decoder=True)
     layers: int = config.num_hidden_layers
-    element = 4 if first is None else first.element_size()
-    routed = {name: weight for name, weight in weights.items() if ".experts." in name}
+    key_bytes = model.dtype.itemsize * _kv_width(config)
+    routed = {name: weight for name, weight in model.named_parameters() if ".experts." in name}
     return ModelSize(
-        _bytes(weights.values()),
+        weight_bytes(model),
         layers,
-        2 * layers * element * _kv_width(config),
-        first is not None and first.device.type == "cpu",
-        _bytes(routed.values()),
+        2 * layers * key_bytes,
+        model.device.type == "cpu",
+        sum(weight.nbytes for weight in routed.values()),
         _share(config, routed),
     )
 
@@ -69,10 +68,6 @@ def size_of(model: PreTrainedModel) -> ModelSize:
 def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize, ModelSize]:
     """Return the sizes of a pair."""
     return size_of(target), size_of(draft)
-
-
-def _bytes(weights: Iterable[Tensor]) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def _share(config: Any, routed: dict[str, Tensor]) -> float:

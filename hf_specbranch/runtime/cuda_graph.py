@@ -23,7 +23,7 @@ from ..kernels import build_in_parallel
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import SPANS
 from ..layers import can_build_in_parallel, fuse, fused
-from ..model_state import every_buffer, every_module, every_parameter, state_of
+from ..model_state import every_module, every_tensor, state_of
 from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
@@ -259,6 +259,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
                 with suppress(RuntimeError):
                     forward()  # initialisation on first use may wait
                 reason = _why_it_syncs(forward)
+            if not reason and tokens.is_cuda and getattr(model, "hf_quantizer", None) is not None:
+                reason = _why_replay_differs(forward)  # kernels of other packages may use streams of their own
         if reason:
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
         else:
@@ -289,6 +291,21 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
     return f"its forward cannot be captured ({syncs[0]})" if syncs else ""
 
 
+def _why_replay_differs(forward: Callable[[], Step]) -> str:
+    """Capture a forward, and return why that fails or what is wrong with its replay; empty if the replay is right."""
+    try:
+        expected = forward().logits.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step = forward()
+        step.logits.zero_()
+        graph.replay()
+        alike = torch.allclose(step.logits.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    except RuntimeError as error:
+        return f"its forward cannot be captured ({str(error).splitlines()[0]})"
+    return "" if alike else "its captured forward computes something else when it is replayed"
+
+
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
     """Return a runner for this model and batch size, from an earlier generation if it still fits the model."""
     idle = cast("GraphRunner | None", idle_runners.pop(model, (rows, layers)))
@@ -317,8 +334,7 @@ def give_back(runner: GraphRunner, budget: float) -> None:
 
 def fingerprint(model: PreTrainedModel) -> int:
     """Return a number that changes with everything a CUDA graph has baked in: addresses of weights, dtypes, modes."""
-    tensors = (*every_parameter(model), *every_buffer(model))
-    weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+    weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in every_tensor(model))
     training = tuple(module.training for module in every_module(model))
     config = model.config.get_text_config(decoder=True)
     modes = (

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.checksum import checksum
-from ..model_state import every_buffer, every_parameter
+from ..model_state import every_tensor
 from .eager import NOTHING, Remembered
 
 logger = logging.getLogger(__name__)
@@ -49,4 +49,4 @@ def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequ
 
 
 def _checksum(model: PreTrainedModel) -> Tensor:
-    return checksum([*every_parameter(model), *every_buffer(model)])
+    return checksum(every_tensor(model))

@@ -53,6 +53,8 @@ def runner_for(
     if use_kernels and runtime != "eager" and not reason:
         warm_up_in_background(model.device)
     masks = _masks_for(model, role)
+    if reason:  # compressed weights are unpacked by a hook in the first pass, which removes itself
+        reason = why_not_captured(model)
     if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":
@@ -106,8 +108,6 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "it is quantised"
     if has_adapters(model):
         return "it has adapters, which may be switched between calls"
     if LengthDependentRotary(model):

@@ -1,0 +1,80 @@
+"""What a product is: the interface that attention and MLP call, and the plans that its kinds share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.autotune import Kind, autotune, known_plan
+from ..kernels.gated import Activation, gated, gated_product
+from ..kernels.linear import Partials, Plan, linear, linear_split_k
+
+Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
+
+
+class Tuned:
+    """Products with the plan that was autotuned for their shape.
+
+    Attributes:
+        find_weights: returns the weights of the model by shape, for autotuning.
+        quantised: the products with quantised weights, by format and shape, for autotuning.
+    """
+
+    def __init__(self) -> None:
+        self.find_weights: Callable[[], Weights] = dict
+        self.quantised: dict[tuple[str, int, int], list[Any]] = {}
+
+    def whole(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x W^T + bias."""
+        return linear(x, weight, bias, self._plan(x, weight, "whole"))
+
+    def split_k(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Partials:
+        """Compute x W^T + bias for a kernel that sums split-K partials."""
+        return linear_split_k(x, weight, bias, self._plan(x, weight, "split-k"))
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        """Compute act(gate) * up, where W holds the rows of both."""
+        return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
+
+    def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
+        if not x.is_cuda:
+            return None
+        rows = x.numel() // x.shape[-1]
+        found, plan = known_plan(weight, rows, kind)
+        if not found:
+            alike = self.find_weights().get((weight.shape, weight.dtype)) or [weight]
+            plan = autotune(alike, rows, kind)
+        return plan
+
+
+class Product:
+    """The outputs of linear layers that read one input, concatenated: [..., K] -> [..., N].
+
+    Args:
+        layers: the linear layers.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = layers
+        self.in_features: int = layers[0].in_features
+        self.out_features = sum(int(layer.out_features) for layer in layers)
+
+    @property
+    def bypassed(self) -> list[nn.Module]:
+        """The modules that this product does not call."""
+        return [module for layer in self.layers for module in layer.modules()]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the product."""
+        raise NotImplementedError
+
+    def split_k(self, x: Tensor) -> Tensor | Partials:
+        """Compute the product for a kernel that sums split-K partials."""
+        return self(x)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Compute act(gate) * up, where the first half of the product is the gate."""
+        return gated(self(x), activation)

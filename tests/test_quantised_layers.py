@@ -1,0 +1,166 @@
+"""Quantised models: layers are recognised by their tensors, and decode as the dequantised model does."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.linear import Plan
+from hf_specbranch.kernels.packed import dequantise
+from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.attention import AttentionForward
+from hf_specbranch.layers.mlp import MlpForward
+from hf_specbranch.layers.quantised import QuantisedProduct, recognise_format
+from hf_specbranch.model_state import every_tensor, weight_bytes
+from hf_specbranch.planning.sizes import size_of
+from hf_specbranch.runtime.cuda_graph import fingerprint
+from hf_specbranch.runtime.selection import why_not_captured
+
+from .graphs import Comparison, tokens
+from .kernels import DEVICE, logits_over_branches
+from .models import noisy_copy
+from .quantised import AwqLinear, Float8Linear, GptqLinear, WordsLinear, pack_last, quantised_model
+
+KINDS = (Float8Linear, WordsLinear, GptqLinear)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS, functools.partial(GptqLinear, version=2), functools.partial(WordsLinear, group=128)]
+)
+def test_formats_are_recognised(kind):
+    layer = kind(torch.randn(128, 256))
+    read = recognise_format(layer)
+    assert read is not None
+    torch.testing.assert_close(dequantise(read(layer)), layer.dense())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_compute_something_else_are_not_recognised(kind):
+    layer = kind(torch.randn(128, 256))
+    layer.forward = lambda x: 1.1 * type(layer).forward(layer, x)
+    assert recognise_format(layer) is None
+    layer = type("Scaled", (kind,), {"forward": lambda self, x: 1.1 * kind.forward(self, x)})(torch.randn(128, 256))
+    assert recognise_format(layer) is None
+
+
+def test_layers_without_their_package_are_recognised_by_their_tensors():
+    def forward(self, x):
+        raise ImportError("a kernel from the Hub")
+
+    layer = type("Missing", (Float8Linear,), {"forward": forward})(torch.randn(128, 256))
+    assert recognise_format(layer) is not None
+
+
+def test_groups_out_of_order_are_not_recognised():
+    layer = GptqLinear(torch.randn(128, 256))
+    layer.g_idx = layer.g_idx.flip(0)
+    assert recognise_format(layer) is None
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AwqLinear])
+def test_quantised_model_decodes_as_dequantised(kind, graph_runners):
+    model, dense = quantised_model(kind)
+    text = Comparison(model, noisy_copy(dense, 0.2, 1), runtime="graph")(tokens(12))
+    expected = dense.generate(tokens(12), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AwqLinear])
+def test_quantised_model_is_replaced_whole(kind):
+    model, _ = quantised_model(kind)
+    fuse(model)
+    expected = logits_over_branches(model)
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-4, rtol=1e-4)
+    with fused(model):
+        ours = [getattr(module.forward, "ours", None) for module in model.modules()]
+    for replacement in (AttentionForward, MlpForward):
+        found = [each for each in ours if isinstance(each, replacement)]
+        assert len(found) == model.config.num_hidden_layers
+        assert all(isinstance(each.output, QuantisedProduct) for each in found) == (kind is not AwqLinear)
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_in_quantised_model(kind, monkeypatch):
+    model, _ = quantised_model(kind)
+    model = model.to(DEVICE, torch.float16) if kind is not Float8Linear else _half_but_float8(model)
+    expected, kinds = logits_over_branches(model, device=DEVICE), []
+
+    def plan(product, x, kind):
+        kinds.append(kind)
+        return Plan(1, 2, 64)
+
+    monkeypatch.setattr(QuantisedProduct, "_plan", plan)
+    torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=5e-2, rtol=5e-2)
+    assert {"whole", "split-k"} <= set(kinds)
+
+
+def _half_but_float8(model):
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                setattr(module, name, nn.Parameter(parameter.data.to(DEVICE, torch.float16), requires_grad=False))
+            else:
+                parameter.data = parameter.data.to(DEVICE)
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_of_packed_weights(kind):
+    model, dense = quantised_model(kind)
+    per_element = 8 if kind is Float8Linear else 4
+    linear = sum(module.weight.numel() for module in dense.model.layers.modules() if isinstance(module, nn.Linear))
+    saved = linear * (32 - per_element) // 8
+    assert saved * 0.9 < weight_bytes(dense) - weight_bytes(model) < saved
+    assert size_of(model).weights == weight_bytes(model)
+    assert size_of(model).kv_token == size_of(dense).kv_token
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fingerprint_follows_packed_weights(kind):
+    model, _ = quantised_model(kind)
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    layer = model.model.layers[1].mlp.down_proj
+    name = {Float8Linear: "weight_scale_inv", WordsLinear: "weight_packed", GptqLinear: "qweight"}[kind]
+    getattr(layer, name).data = getattr(layer, name).data.clone()
+    assert fingerprint(model) != before
+
+
+def test_quantised_models_are_tried():
+    model, _ = quantised_model(GptqLinear)
+    model.hf_quantizer = object()
+    assert why_not_captured(model) == "it is not on a CUDA device"
+
+
+def test_torchao_int8():
+    quantization = pytest.importorskip("torchao.quantization")
+    _, dense = quantised_model(WordsLinear)
+    quantization.quantize_(dense.model.layers, quantization.Int8WeightOnlyConfig())
+    layer = dense.model.layers[0].mlp.down_proj
+    read = recognise_format(layer)
+    assert read is not None
+    torch.testing.assert_close(dequantise(read(layer)), layer.weight.dequantize().float())
+    assert all(type(part) in (torch.Tensor, nn.Parameter) for part in every_tensor(dense))
+    assert isinstance(fingerprint(dense), int)
+    expected = logits_over_branches(dense)
+    torch.testing.assert_close(logits_over_branches(dense, fused), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes_4_bits(kind):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(256, 64, bias=False, quant_type=kind, compress_statistics=False)
+    layer.load_state_dict({"weight": torch.randn(64, 256) / 16})
+    layer = layer.to("cpu")
+    layer(torch.randn(1, 256))
+    read = recognise_format(layer)
+    assert read is not None
+    x = torch.randn(3, 256)
+    torch.testing.assert_close(x @ dequantise(read(layer)).T, layer(x), atol=1e-3, rtol=1e-3)
+
+
+def test_words_hold_the_first_element_in_the_lowest_bits():
+    assert pack_last(torch.arange(8)[None]).item() == 0x76543210
