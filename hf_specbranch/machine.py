@@ -62,7 +62,7 @@ def shapes_of(model: PreTrainedModel) -> dict[str, Any]:
 
 def sample_of(model: PreTrainedModel) -> bytes:
     """Return some values of some weights. Fine-tunes differ in them; reading all weights would take too long."""
-    weights = list(model.parameters())
+    weights = every_tensor(model)
     some = weights[:: max(1, len(weights) // SAMPLED_WEIGHTS)]
     values = [weight.detach().reshape(-1)[:SAMPLED_VALUES].to(torch.float32) for weight in some]
     return b"".join(value.cpu().numpy().tobytes() for value in values)

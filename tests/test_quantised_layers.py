@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from hf_specbranch.kernels.backend import INTERPRETED
+from hf_specbranch.kernels.checksum import checksum
 from hf_specbranch.kernels.linear import Plan
 from hf_specbranch.kernels.packed import dequantise
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.mlp import MlpForward
 from hf_specbranch.layers.quantised import QuantisedProduct, recognise_format
+from hf_specbranch.machine import sample_of
 from hf_specbranch.model_state import every_tensor, weight_bytes
 from hf_specbranch.planning.sizes import size_of
 from hf_specbranch.runtime.cuda_graph import fingerprint
@@ -129,6 +131,27 @@ def test_fingerprint_follows_packed_weights(kind):
     assert fingerprint(model) != before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_checksum_finds_changed_packed_weights(kind):
+    model, _ = quantised_model(kind)
+    before = checksum(every_tensor(model))
+    assert torch.equal(checksum(every_tensor(model)), before)
+    layer = model.model.layers[1].mlp.down_proj
+    name = {Float8Linear: "weight", WordsLinear: "weight_packed", GptqLinear: "qweight"}[kind]
+    getattr(layer, name).data.view(torch.uint8)[3, 5] ^= 1
+    assert not torch.equal(checksum(every_tensor(model)), before)
+
+
+def test_float8_linear_of_transformers():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    ours = Float8Linear(torch.randn(256, 128))
+    layer = fp8.FP8Linear(128, 256, block_size=(128, 128))
+    layer.load_state_dict(ours.state_dict())
+    read = recognise_format(layer)  # without the kernel from the Hub its forward raises ImportError
+    assert read is not None
+    torch.testing.assert_close(dequantise(read(layer)), ours.dense())
+
+
 def test_quantised_models_are_tried():
     model, _ = quantised_model(GptqLinear)
     model.hf_quantizer = object()
@@ -144,7 +167,7 @@ def test_torchao_int8():
     assert read is not None
     torch.testing.assert_close(dequantise(read(layer)), layer.weight.dequantize().float())
     assert all(type(part) in (torch.Tensor, nn.Parameter) for part in every_tensor(dense))
-    assert isinstance(fingerprint(dense), int)
+    assert isinstance(fingerprint(dense), int) and sample_of(dense)
     expected = logits_over_branches(dense)
     torch.testing.assert_close(logits_over_branches(dense, fused), expected, atol=1e-3, rtol=1e-3)
 
