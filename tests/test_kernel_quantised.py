@@ -5,9 +5,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.linear import Partials, Plan
 from hf_specbranch.kernels.packed import dequantise
-from hf_specbranch.kernels.quantised import QUANTISED_PLANS, fits, quantised_linear, quantised_reference
+from hf_specbranch.kernels.quantised import (
+    QUANTISED_PLANS,
+    fits,
+    quantised_gated,
+    quantised_linear,
+    quantised_reference,
+)
 
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
 from .quantised import KINDS, groups_of, random_packed
@@ -46,6 +53,21 @@ def test_kernel_quantised(kind, dtype, seed, rows, words, biased, plan, size):
         assert isinstance(product, Partials) and product.shape == expected.shape
         product = product.sum()
     assert_close(product, expected)
+
+
+@on_kernels
+@given(
+    st.sampled_from(KINDS), dtypes, st.integers(1, 32), st.integers(1, 18), st.booleans(), st.sampled_from([64, 128])
+)
+@example("float8", torch.float16, 3, 16, True, 64)
+@example("gptq", torch.float16, 20, 9, False, 128)
+def test_kernel_quantised_gated(kind, dtype, rows, words, biased, strip):
+    torch.manual_seed(rows)
+    packed, _ = random_packed(kind, 16 * words, 512, 128, dtype, DEVICE)
+    x, bias = randn(rows, 512, dtype=dtype), randn(16 * words, dtype=dtype) if biased else None
+    for activation in ("silu", "gelu_tanh"):
+        expected = gated_reference(quantised_reference(x, packed, bias), activation)
+        assert_close(quantised_gated(x, packed, bias, activation, Plan(1, 3, strip)), expected)
 
 
 @pytest.mark.gpu

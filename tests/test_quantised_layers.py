@@ -13,7 +13,9 @@ from hf_specbranch.kernels.packed import dequantise
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.mlp import MlpForward
-from hf_specbranch.layers.quantised import QuantisedProduct, recognise_format
+from hf_specbranch.layers.product import Tuned
+from hf_specbranch.layers.quantised import QuantisedProduct
+from hf_specbranch.layers.quantised_formats import recognise_format
 from hf_specbranch.machine import sample_of
 from hf_specbranch.model_state import every_tensor, weight_bytes
 from hf_specbranch.planning.sizes import size_of
@@ -83,11 +85,31 @@ def test_quantised_model_is_replaced_whole(kind):
         assert all(isinstance(each.output, QuantisedProduct) for each in found) == (kind is not AwqLinear)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_are_joined(kind):
+    model, _ = quantised_model(kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    undo = fuse(model)
+    expected = logits_over_branches(model)
+    attention = model.model.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    operands = QuantisedProduct(layers, [recognise_format(layer) for layer in layers], Tuned())._operands()
+    assert len(operands.weights) == (3 if kind is GptqLinear else 1)  # whose rows are the last dimension
+    torch.testing.assert_close(
+        torch.cat([dequantise(weight) for weight in operands.weights]), torch.cat([layer.dense() for layer in layers])
+    )
+    undo()
+    assert torch.equal(logits_over_branches(model), expected)
+    after = model.state_dict()
+    assert all(torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
+
+
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_in_quantised_model(kind, monkeypatch):
     model, _ = quantised_model(kind)
     model = model.to(DEVICE, torch.float16) if kind is not Float8Linear else _half_but_float8(model)
+    fuse(model)
     expected, kinds = logits_over_branches(model, device=DEVICE), []
 
     def plan(product, x, kind):
@@ -96,7 +118,7 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
 
     monkeypatch.setattr(QuantisedProduct, "_plan", plan)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=5e-2, rtol=5e-2)
-    assert {"whole", "split-k"} <= set(kinds)
+    assert set(kinds) == {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
 
 
 def _half_but_float8(model):

@@ -31,6 +31,7 @@ from .backend import (
     varying,
     wait_for_dependencies,
 )
+from .gated import Activation, apply_gate
 from .linear import BLOCK, MOST_ROWS, Partials, Plan
 from .packed import WORD, Packed, dequantise
 
@@ -60,12 +61,39 @@ def quantised_linear(
     target = flat.new_empty((plan.splits, rows, total), dtype=x.dtype if plan.splits == 1 else torch.float32)
     start = 0
     for weight, bias in zip(weights, biases, strict=True):
-        _launch(flat, weight, bias, plan, target[:, :, start:], total)
+        _launch(flat, weight, bias, plan, target[:, :, start:], total, None)
         start += weight.shape[0]
     return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
 
 
-def _launch(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, target: Tensor, target_row: int) -> None:
+def quantised_gated(x: Tensor, weight: Packed, bias: Tensor | None, activation: Activation, plan: Plan) -> Tensor:
+    """Compute act(x W_gate^T) * (x W_up^T) by the kernel, where W holds the rows of both.
+
+    Args:
+        x: [..., K], at most `MOST_ROWS` rows.
+        weight: [2 * I, K], the gate's rows before the up projection's.
+        bias: [2 * I] or None.
+        activation: "silu" or "gelu_tanh".
+        plan: without split-K.
+
+    Returns:
+        [..., I].
+    """
+    flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
+    target = flat.new_empty((flat.shape[0], size))
+    _launch(flat, weight, bias, plan, target, size, activation)
+    return target.view(*x.shape[:-1], size)
+
+
+def _launch(
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    plan: Plan,
+    target: Tensor,
+    target_row: int,
+    activation: Activation | None,
+) -> None:
     (rows, depth), columns = x.shape, weight.shape[0]
     data, scale, zero = weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero
     device = dependent_launch(x.device)
@@ -76,6 +104,7 @@ def _launch(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, target: 
         HIGH_FIRST=weight.high_first, GROUP=min(weight.group, depth), SCALE_ROWS=weight.scale_rows,
         EXPONENTS=scale.dtype == torch.uint8, WHOLE=weight.group >= depth,
         ASSEMBLY=_assembly(weight, x.dtype) if device["PDL"] else "",
+        GATED=activation is not None, TANH=activation == "gelu_tanh",
         ROWS=16 if rows <= 16 else 32, STRIP=plan.strip, BLOCK=BLOCK, num_warps=4, num_stages=plan.stages, **device,
     )  # fmt: skip
 
@@ -167,6 +196,8 @@ def _quantised_kernel(
     EXPONENTS: constexpr,
     WHOLE: constexpr,
     ASSEMBLY: constexpr,
+    GATED: constexpr,
+    TANH: constexpr,
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
@@ -176,11 +207,15 @@ def _quantised_kernel(
     BYTES: tl.constexpr = CODE == "int8" or CODE == "float8"
     LARGE: tl.constexpr = WHOLE or GROUP % BLOCK == 0  # at least a block has one scale, which is applied to the sum
     WIDTH: tl.constexpr = BLOCK if BYTES else BLOCK // 8  # elements of `data` per row and step
+    HALF: tl.constexpr = STRIP // 2
     column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
     split, splits = tl.program_id(1), tl.num_programs(1)
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
+    if GATED:  # the gate's rows, then the up projection's for the same columns
+        half = tl.arange(0, STRIP)
+        strip = tl.minimum(tl.program_id(0) * HALF + half % HALF, target_row - 1) + half // HALF * target_row
     n = strip.to(tl.int64)
     row, inner, place = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     left = data + n[:, None] * data_n + (begin * WIDTH + place).to(tl.int64)[None, :] * data_k
@@ -226,9 +261,16 @@ def _quantised_kernel(
     if BIAS:
         if split == 0:
             result += tl.load(bias + strip).to(tl.float32)[:, None]
-    address = (split * rows + row)[None, :].to(tl.int64) * target_row + column[:, None]
-    inside = (row < rows)[None, :] & (column < columns)[:, None]
-    tl.store(target + address, result.to(target.dtype.element_ty), mask=inside)
+    if GATED:
+        both = tl.reshape(result.to(target.dtype.element_ty), (2, HALF, ROWS))
+        gate, up = tl.split(tl.permute(both, (1, 2, 0)))
+        place = (tl.program_id(0) * HALF + tl.arange(0, HALF))[:, None]
+        there = (row < rows)[None, :] & (place < target_row)
+        tl.store(target + row[None, :].to(tl.int64) * target_row + place, apply_gate(gate, up, TANH), mask=there)
+    else:
+        address = (split * rows + row)[None, :].to(tl.int64) * target_row + column[:, None]
+        inside = (row < rows)[None, :] & (column < columns)[:, None]
+        tl.store(target + address, result.to(target.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -24,7 +24,7 @@ from .attention import AttentionForward
 from .base import Call, Replacement, ThreadForward, untouched
 from .norm import Ahead
 from .product import Product, Tuned, Weights
-from .products import LinearForward, PlainProduct, is_plain, quantised_layers
+from .products import LinearForward, PlainProduct, is_plain, quantised_layers, tensors_to_join
 from .recognise import calls_registered_attention, readers_of_one_input, recognise, record_calls
 from .storage import join, joinable, joined, separate
 
@@ -63,7 +63,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo = fuse(target)
         >>> undo()
     """
-    groups = [group for layers in _joinable_readers(model) for group in _weights_and_biases(layers)]
+    groups = [group for layers in readers_of_one_input(model) for group in tensors_to_join(layers)]
     if any(joinable(group) for group in groups):
         with state_of(model).kernel_lock:
             _join_all(groups)
@@ -224,12 +224,6 @@ def _joinable_readers(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
         for layers in readers_of_one_input(model)
         if all(is_plain(layer) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
     ]
-
-
-def _weights_and_biases(layers: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
-    """Return the parameters that belong in one storage."""
-    names = ("weight",) if layers[0].bias is None else ("weight", "bias")
-    return [[layer.get_parameter(name) for layer in layers] for name in names]
 
 
 def _weights(model: PreTrainedModel, readers: list[Sequence[nn.Linear]]) -> Weights:

@@ -103,6 +103,19 @@ def _is_leaf(layer: Any) -> bool:
     return leaf and all(isinstance(size, int) for size in sizes)
 
 
+def tensors_to_join(layers: Sequence[Any]) -> list[list[Any]]:
+    """Return the tensors of layers that read one input, group by group, that make them one product when joined."""
+    if all(is_plain(layer) for layer in layers):
+        names = ("weight",) if layers[0].bias is None else ("weight", "bias")
+        alike = len({layer.bias is None for layer in layers}) == 1
+        return [[layer.get_parameter(name) for layer in layers] for name in names] if alike else []
+    if not all(_is_leaf(layer) for layer in layers):
+        return []
+    from .quantised import tensors_to_join as quantised_tensors
+
+    return quantised_tensors(layers)
+
+
 def quantised_layers(modules: Sequence[nn.Module], tuned: Tuned) -> dict[nn.Module, Product]:
     """Return products for the linear layers among these modules that hold quantised weights of known formats."""
     unknown = [module for module in modules if _is_leaf(module) and not is_plain(module)]

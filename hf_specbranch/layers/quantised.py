@@ -1,27 +1,29 @@
-"""Linear layers with quantised weights, recognised by the tensors they hold, and their product.
-
-Each format is compared with the layer's own forward before it is used: formats with the same tensors may differ in
-what they mean. A layer whose own forward cannot run here, for lack of a package, is taken at its word.
-"""
+"""The product of linear layers with quantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.autotune import Kind, autotune_quantised
 from ..kernels.backend import HALF_PRECISION
+from ..kernels.gated import Activation
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.packed import WORD, Packed
-from ..kernels.quantised import QUANTISED_PLANS, kernel_takes, quantised_linear, quantised_reference
-from .base import untouched
+from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
 from .product import Product, Tuned
+from .quantised_formats import Format, possible_formats, recognise_format
+from .storage import joined
 
-Format = Callable[[Any], Packed | None]
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # a wrong zero point is above 0.1
+
+class Operands(NamedTuple):
+    """The weights of several layers and their biases; one of each where the layers are joined in one storage."""
+
+    weights: list[Packed]
+    biases: list[Tensor | None]
 
 
 class QuantisedProduct(Product):
@@ -35,8 +37,9 @@ class QuantisedProduct(Product):
 
     def __init__(self, layers: Sequence[Any], formats: Sequence[Format], tuned: Tuned) -> None:
         super().__init__(layers)
-        self.formats, self.tuned = formats, tuned
-        self.name = "+".join(weight.name for weight in self._weights() or [])
+        self.formats = formats
+        operands = self._operands()
+        self.name = "" if operands is None else "+".join(dict.fromkeys(weight.name for weight in operands.weights))
         self.alike = tuned.quantised.setdefault((self.name, self.in_features, self.out_features), [])
         self.alike.append(self)
 
@@ -48,36 +51,47 @@ class QuantisedProduct(Product):
     def split_k(self, x: Tensor) -> Tensor | Partials:
         return self._product(x, "split-k")
 
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        operands = self._operands() if _takes(x) else None
+        if operands is None or len(operands.weights) > 1 or (plan := self._plan(x, "gated")) is None:
+            return super().gated(x, activation)
+        return quantised_gated(x, operands.weights[0], operands.biases[0], activation, plan)
+
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
-        rows = x.numel() // x.shape[-1]
-        weights = self._weights() if x.dtype in HALF_PRECISION and 0 < rows <= MOST_ROWS else None
-        plan = None if weights is None else self._plan(x.reshape(rows, -1), kind)
-        if weights is None or plan is None:
+        operands = self._operands() if _takes(x) else None
+        if operands is None or (plan := self._plan(x, kind)) is None:
             own = [type(layer).forward(layer, x) for layer in self.layers]  # the layer's forward may be this product
             return torch.cat(own, -1) if len(own) > 1 else own[0]
-        return self.by_plan(x, plan, weights)
+        return quantised_linear(x, operands.weights, operands.biases, plan)
 
-    def by_plan(self, x: Tensor, plan: Plan, weights: Sequence[Packed]) -> Tensor | Partials:
-        """Compute the product by the kernel."""
-        return quantised_linear(x, weights, [getattr(layer, "bias", None) for layer in self.layers], plan)
-
-    def _weights(self) -> list[Packed] | None:
-        """Return the packed weights as they are now: tensors may have been replaced since the last pass."""
-        weights = [read(layer) for read, layer in zip(self.formats, self.layers)]
-        return [each for each in weights if each is not None] if None not in weights else None
+    def _operands(self) -> Operands | None:
+        """Return weights and biases as they are now: tensors may have been replaced since the last pass."""
+        weights = [weight for read, layer in zip(self.formats, self.layers) if (weight := read(layer)) is not None]
+        if len(weights) < len(self.layers):
+            return None
+        biases = [getattr(layer, "bias", None) for layer in self.layers]
+        given = [bias for bias in biases if bias is not None]
+        bias = joined(given) if given else None
+        if len(weights) > 1 and (bias is None) == (not given) and len(given) in (0, len(biases)):
+            if (one := _as_one(weights)) is not None:
+                return Operands([one], [bias])
+        return Operands(weights, biases)
 
     def _plan(self, x: Tensor, kind: Kind) -> Plan | None:
         if not x.is_cuda:
             return None
-        fitting = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
-        candidates = [plan for plan in fitting if plan.splits == 1 or kind == "split-k"]
 
-        def product(x: Tensor, weights: list[Packed], plan: Plan | None) -> Tensor | Partials:
+        def product(x: Tensor, operands: Operands, plan: Plan | None) -> Tensor | Partials:
             assert plan is not None
-            return self.by_plan(x, plan, weights)
+            if kind == "gated":
+                return quantised_gated(x, operands.weights[0], operands.biases[0], "silu", plan)
+            return quantised_linear(x, *operands, plan)
 
-        every = [weights for each in self.alike if (weights := each._weights()) is not None]
-        return autotune_quantised(product, every, x, self.name, self.out_features, kind, candidates)
+        fitting = [plan for plan in QUANTISED_PLANS if x.shape[-1] // BLOCK >= plan.splits]
+        candidates = [plan for plan in fitting if plan.splits == 1 or kind == "split-k"]
+        every = [operands for each in self.alike if (operands := each._operands()) is not None]
+        flat = x.reshape(-1, x.shape[-1])
+        return autotune_quantised(product, every, flat, self.name, self.out_features, kind, candidates)
 
 
 def quantised_product(layers: Sequence[Any], tuned: Tuned) -> QuantisedProduct | None:
@@ -87,163 +101,46 @@ def quantised_product(layers: Sequence[Any], tuned: Tuned) -> QuantisedProduct |
     return QuantisedProduct(layers, known, tuned) if len(known) == len(formats) else None
 
 
-def recognise_format(layer: Any) -> Format | None:
-    """Return how to read the weight of a linear layer as `Packed`: a format that agrees with the layer's own forward.
+def tensors_to_join(layers: Sequence[Any]) -> list[list[Tensor]]:
+    """Return the tensors of quantised layers that may be joined, so that the layers are one product.
 
-    Example:
-        >>> recognise_format(nn.Linear(8, 8)) is None  # it is not quantised
-        True
+    All tensors must have the rows of the weight first: GPTQ's have them last.
     """
-    sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
-    if not isinstance(layer, nn.Module) or not untouched(layer) or not all(isinstance(size, int) for size in sizes):
+    names = ("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "bias")
+    weights = [possible[0](layer) for layer in layers if (possible := possible_formats(layer))]
+    packed = [weight for weight in weights if weight is not None]
+    if len(packed) < len(layers) or not _alike(packed) or any(weight.data.stride(1) != 1 for weight in packed):
+        return []
+    given = [[getattr(layer, name, None) for layer in layers] for name in names]
+    held = [group for group in given if any(tensor is not None for tensor in group)]
+    groups = [[tensor for tensor in group if _is_plain_tensor(tensor)] for group in held]
+    return groups if all(len(group) == len(layers) for group in groups) else []
+
+
+def _is_plain_tensor(tensor: Any) -> TypeGuard[Tensor]:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _as_one(weights: Sequence[Packed]) -> Packed | None:
+    """Return the one weight that several fill together, if all their tensors are joined."""
+    if not _alike(weights):
         return None
-    for read in FORMATS:
-        packed = read(layer)
-        if packed is not None and packed.shape == (sizes[1], sizes[0]) and kernel_takes(packed):
-            if _agrees(layer, packed):
-                return read
-    return None
-
-
-@torch.no_grad()
-def _agrees(layer: Any, packed: Packed) -> bool:
-    """Return whether the layer's own forward multiplies by this weight; true where it cannot run."""
-    bias = getattr(layer, "bias", None)
-    dtype = next((each.dtype for each in (bias, packed.scale) if each is not None and each.dtype in TOLERANCE), None)
-    generator = torch.Generator(packed.data.device).manual_seed(0)
-    noise = torch.randn((2, packed.shape[1]), generator=generator, device=packed.data.device)
-    for each in dict.fromkeys((dtype or torch.bfloat16, torch.bfloat16, torch.float32)):
-        x = noise.to(each)
-        try:
-            own = layer(x).float()
-        except (ImportError, OSError):  # kernels of other packages
-            return True
-        except Exception:  # it takes another dtype
-            continue
-        expected = quantised_reference(x.float(), packed, bias)
-        return bool((own - expected).norm() <= TOLERANCE[each] * expected.norm())
-    return False
-
-
-def _float8_blocks(layer: Any) -> Packed | None:
-    """Block-scaled FP8: `weight` of float8_e4m3fn and `weight_scale_inv`, one scale for 128 x 128 elements."""
-    weight, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale_inv", None)
-    if not _is(weight, torch.float8_e4m3fn) or not isinstance(scale, Tensor):
+    first = weights[0]
+    data, scale = joined([weight.data for weight in weights]), joined([weight.scale for weight in weights])
+    zeros = [weight.zero for weight in weights if weight.zero is not None]
+    zero = joined(zeros) if zeros else None
+    if data is None or scale is None or (zero is None) == bool(zeros):
         return None
-    if scale.dtype == getattr(torch, "float8_e8m0fnu", None):
-        scale = scale.view(torch.uint8)
-    if scale.numel() == 1:  # one for the whole weight
-        return Packed(weight.detach(), scale.detach().reshape(1, 1), "float8", weight.shape[1], weight.shape[0])
-    rows, group = getattr(layer, "block_size", None) or (128, 128)
-    if scale.shape != (-(-weight.shape[0] // rows), -(-weight.shape[1] // group)):
-        return None
-    return Packed(weight.detach(), scale.detach(), "float8", group, rows)
+    return first._replace(data=data, scale=scale, zero=zero)
 
 
-def _int8_rows(layer: Any) -> Packed | None:
-    """int8 as in compressed-tensors: `weight` and `weight_scale` per row or group."""
-    weight, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
-    if not _is(weight, torch.int8) or not isinstance(scale, Tensor) or scale.numel() % weight.shape[0]:
-        return None
-    scale = scale.detach().reshape(weight.shape[0], -1)
-    return Packed(weight.detach(), scale, "int8", weight.shape[1] // scale.shape[1])
+def _alike(weights: Sequence[Packed]) -> bool:
+    """Return whether weights differ in nothing but their rows, which are whole blocks of scales and zero points."""
+    first = weights[0]
+    return len({(weight.name, weight.zero_offset, weight.high_first) for weight in weights}) == 1 and all(
+        weight.table is None and weight.shape[0] % max(WORD, first.scale_rows) == 0 for weight in weights
+    )
 
 
-def _words(layer: Any) -> Packed | None:
-    """4 bits as in compressed-tensors: `weight_packed`, `weight_scale` and perhaps `weight_zero_point`."""
-    words, scale = getattr(layer, "weight_packed", None), getattr(layer, "weight_scale", None)
-    zero = getattr(layer, "weight_zero_point", None)
-    if not _is(words, torch.int32) or not isinstance(scale, Tensor) or scale.dim() != 2:
-        return None
-    if getattr(layer, "weight_g_idx", None) is not None or scale.shape[0] != words.shape[0]:
-        return None
-    group = words.shape[1] * WORD // scale.shape[1]
-    if zero is None:
-        return Packed(words.detach(), scale.detach(), "offset", group)
-    if not _is(zero, torch.int32) or zero.shape != (-(-words.shape[0] // WORD), scale.shape[1]):
-        return None
-    return Packed(words.detach(), scale.detach(), "offset", group, zero=zero.detach(), zeros="words")
-
-
-def _gptq(layer: Any, zero_offset: int) -> Packed | None:
-    """GPTQ's 4 bits: `qweight` [K / 8, N], `scales` [G, N], `qzeros` [G, N / 8], groups in order."""
-    words, scale, zero = (getattr(layer, name, None) for name in ("qweight", "scales", "qzeros"))
-    if not _is(words, torch.int32) or not isinstance(scale, Tensor) or scale.dim() != 2 or not _is(zero, torch.int32):
-        return None
-    depth, groups = words.shape[0] * WORD, scale.shape[0]
-    if scale.shape[1] != words.shape[1] or zero.shape != (groups, words.shape[1] // WORD) or depth % groups:
-        return None
-    order = getattr(layer, "g_idx", None)
-    if order is not None and order.numel() and not _in_order(order, depth // groups):
-        return None
-    return Packed(
-        words.detach().T, scale.detach().T, "offset", depth // groups,
-        zero=zero.detach().T, zeros="words", zero_offset=zero_offset,
-    )  # fmt: skip
-
-
-def _gptq_first(layer: Any) -> Packed | None:
-    """GPTQ's first version stores zero points minus one."""
-    return _gptq(layer, 1)
-
-
-def _gptq_second(layer: Any) -> Packed | None:
-    return _gptq(layer, 0)
-
-
-def _torchao(layer: Any) -> Packed | None:
-    """Weight-only int8 and plain int4 of torchao: a tensor subclass that holds `qdata`, `scale` and `zero_point`."""
-    weight = getattr(layer, "weight", None)
-    data, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    if weight is None or not isinstance(data, Tensor) or not isinstance(scale, Tensor) or data.dim() != 2:
-        return None
-    if getattr(weight, "act_quant_kwargs", None) is not None or getattr(weight, "act_pre_scale", None) is not None:
-        return None
-    rows, depth = weight.shape
-    zero = getattr(weight, "zero_point", None)
-    if data.dtype == torch.int8 and data.shape == weight.shape:
-        if scale.numel() % rows or (zero is not None and bool(zero.any())):
-            return None
-        scale = scale.reshape(rows, -1)
-        return Packed(data, scale, "int8", depth // scale.shape[1])
-    if data.dtype in (torch.uint8, torch.int8) and data.shape == (rows, depth // 2) and zero is not None:
-        if scale.shape != zero.shape or scale.dim() != 2 or scale.shape[1] != rows or not data.is_contiguous():
-            return None
-        group = depth // scale.shape[0]
-        return Packed(data.view(torch.int32), scale.T, "signed", group, zero=zero.T, zeros="shift")
-    return None
-
-
-def _bitsandbytes(layer: Any) -> Packed | None:
-    """4 bits of bitsandbytes: bytes in row order, `quant_state` with 16 values and one scale per block."""
-    weight = getattr(layer, "weight", None)
-    state = getattr(weight, "quant_state", None)
-    if weight is None or state is None or getattr(state, "nested", False) or not isinstance(state.absmax, Tensor):
-        return None
-    rows, depth = state.shape
-    data, block = weight.data, state.blocksize
-    if (
-        data.dtype != torch.uint8
-        or data.numel() != rows * depth // 2
-        or depth % block
-        or state.absmax.dtype != torch.float32
-    ):
-        return None
-    words = data.reshape(rows, depth // 2).view(torch.int32)
-    table = state.code.float()
-    return Packed(words, state.absmax.view(rows, -1), "table", block, table=table, high_first=True)
-
-
-def _is(tensor: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Return whether this is a plain contiguous matrix of a dtype."""
-    plain = isinstance(tensor, Tensor) and type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-    return plain and tensor.dtype == dtype and tensor.dim() == 2 and tensor.is_contiguous()
-
-
-def _in_order(order: Tensor, group: int) -> bool:
-    return bool((order == torch.arange(order.numel(), device=order.device) // group).all())
-
-
-FORMATS: tuple[Format, ...] = (
-    _float8_blocks, _int8_rows, _words, _gptq_first, _gptq_second, _torchao, _bitsandbytes,
-)  # fmt: skip
+def _takes(x: Tensor) -> bool:
+    return x.dtype in HALF_PRECISION and 0 < x.numel() <= MOST_ROWS * x.shape[-1]

@@ -83,6 +83,5 @@ def _plain(parameter: Tensor) -> bool:
         and type(parameter.data) is Tensor
         and parameter.device.type != "meta"
         and parameter.is_contiguous()
-        and parameter.is_floating_point()
         and parameter.numel() > 0
     )
