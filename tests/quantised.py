@@ -93,6 +93,15 @@ def _to(device, packed):
 # ---- linear layers as the packages build them: the same tensors under the same names
 
 
+def dense_on(layer, x):
+    """Return the dequantised weight of a stand-in, moved once to where the input is."""
+    moved = layer.__dict__.setdefault("moved", {})
+    key = x.device, x.dtype
+    if key not in moved:
+        moved[key] = layer.dense().to(x)
+    return moved[key]
+
+
 class Float8Linear(nn.Linear):
     """Block-scaled FP8, as transformers' FP8Linear stores it."""
 
@@ -129,7 +138,7 @@ class WordsLinear(nn.Module):
         return self.kept[0]
 
     def forward(self, x):
-        return functional.linear(x, self.dense().to(x))
+        return functional.linear(x, dense_on(self, x))
 
 
 class GptqLinear(nn.Module):
@@ -152,7 +161,7 @@ class GptqLinear(nn.Module):
         return self.kept[0]
 
     def forward(self, x):
-        return functional.linear(x, self.dense().to(x))
+        return functional.linear(x, dense_on(self, x))
 
 
 class AwqLinear(nn.Module):
@@ -175,7 +184,7 @@ class AwqLinear(nn.Module):
         return self.kept[0]
 
     def forward(self, x):
-        return functional.linear(x, self.dense().to(x))
+        return functional.linear(x, dense_on(self, x))
 
 
 def quantise(weight, group):

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from hf_specbranch import specbranch
+from hf_specbranch.kernels import autotune
+from hf_specbranch.kernels.autotune import PlanCache, read_plans
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.checksum import checksum
-from hf_specbranch.kernels.linear import Plan
+from hf_specbranch.kernels.linear import Partials, Plan
 from hf_specbranch.kernels.packed import dequantise
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
@@ -24,7 +27,7 @@ from hf_specbranch.runtime.selection import why_not_captured
 
 from .graphs import Comparison, tokens
 from .kernels import DEVICE, logits_over_branches
-from .models import noisy_copy
+from .models import config, noisy_copy
 from .quantised import AwqLinear, Float8Linear, GptqLinear, WordsLinear, pack_last, quantised_model
 
 KINDS = (Float8Linear, WordsLinear, GptqLinear)
@@ -121,13 +124,42 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
     assert set(kinds) == {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_products_are_autotuned(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "plans", cache := PlanCache(tmp_path / "products.json", tmp_path / "none.json"))
+    layers = [kind(torch.randn(1024, 1024) / 32).to("cuda") for _ in range(4)]
+    tuned = Tuned()
+    products = [QuantisedProduct([layer], [recognise_format(layer)], tuned) for layer in layers]
+    x = torch.randn(9, 1024, device="cuda", dtype=torch.bfloat16)
+    expected = x.float() @ layers[1].dense().float().cuda().T
+    product = products[1].split_k(x)
+    product = product.sum() if isinstance(product, Partials) else product
+    torch.testing.assert_close(product.float(), expected, atol=3e-2, rtol=3e-2)
+    (key,) = read_plans(cache.file)
+    assert products[1].name in key and key.endswith("1024x1024|split-k")
+    gated = products[2].gated(x, "silu")
+    gate, up = (x.float() @ layers[2].dense().float().cuda().T).to(torch.bfloat16).chunk(2, -1)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*KINDS, AwqLinear])
+def test_quantised_model_is_captured(kind):
+    model, _ = quantised_model(kind)
+    model = _half_but_float8(model)
+    model.hf_quantizer = object()
+    model = specbranch(model)
+    for _ in range(2):
+        model.generate(tokens(12, device="cuda"), max_new_tokens=16, specbranch=config("autoregressive"))
+        assert model.specbranch_stats.runtime == "graph"
+
+
 def _half_but_float8(model):
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        for parameter in module.parameters(recurse=False):
             if parameter.dtype == torch.float32:
-                setattr(module, name, nn.Parameter(parameter.data.to(DEVICE, torch.float16), requires_grad=False))
-            else:
-                parameter.data = parameter.data.to(DEVICE)
+                parameter.data = parameter.data.to(torch.float16)
     return model.to(DEVICE)
 
 

@@ -26,6 +26,7 @@ from .backend import (
     dependent_launch,
     jit,
     launch_dependents,
+    prefetch,
     tl,
     triton,
     varying,
@@ -224,28 +225,34 @@ def _quantised_kernel(
     if ZEROS == "words":
         points = zero + n // 8 * zero_n
     shifts = (strip % 8 * 4)[:, None]
+    group = _group(begin, place, GROUP, BLOCK, WHOLE)
+    factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)  # [STRIP, 1 or WIDTH]
+    point = group
+    if ZEROS != "none":
+        point = tl.load(points[:, None] + group[None, :] * zero_k)
+    if PDL:
+        prefetch(data + n * data_n + (begin * WIDTH).to(tl.int64) * data_k)
     wait_for_dependencies(PDL)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for step in range(begin, end):
         codes = tl.load(left)  # [STRIP, WIDTH]
         states = tl.load(right, mask=(row < rows)[:, None], other=0.0)  # [ROWS, BLOCK]
-        if WHOLE:
-            group = tl.zeros((1,), tl.int32)
-        elif LARGE:
-            group = tl.zeros((1,), tl.int32) + step * BLOCK // GROUP
-        else:
-            group = (step * WIDTH + place) * 8 // GROUP
-        factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)  # [STRIP, 1 or WIDTH]
+        # Scales and zero points are loaded one step ahead: a few bytes each, which cannot be copied asynchronously.
+        group = _group(tl.minimum(step + 1, end - 1), place, GROUP, BLOCK, WHOLE)
+        next_factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)
+        next_point = point
+        if ZEROS != "none":
+            next_point = tl.load(points[:, None] + group[None, :] * zero_k)
         if BYTES:
             part = tl.dot(codes.to(x.dtype.element_ty), tl.trans(states), input_precision="ieee")
         else:
             centre = tl.full((STRIP, 1), 8, tl.int32)
             shift = tl.zeros((STRIP, 1), tl.float32)
             if ZEROS == "words":
-                centre = (tl.load(points[:, None] + group[None, :] * zero_k) >> shifts & 15) + OFFSET
+                centre = (point >> shifts & 15) + OFFSET
                 shift = (8 - centre).to(tl.float32) * factor  # a large group is centred at 8 and shifted by its sum
             elif ZEROS == "shift":
-                shift = tl.load(points[:, None] + group[None, :] * zero_k).to(tl.float32)
+                shift = point.to(tl.float32)
             part = _product_of_words(
                 codes, states, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, ASSEMBLY,
                 ROWS, STRIP, WIDTH,
@@ -256,6 +263,7 @@ def _quantised_kernel(
                 result += shift * tl.sum(states.to(tl.float32), 1)[None, :]
         else:
             result += part
+        factor, point = next_factor, next_point
         left += WIDTH * data_k
         right += BLOCK
     if BIAS:
@@ -271,6 +279,17 @@ def _quantised_kernel(
         address = (split * rows + row)[None, :].to(tl.int64) * target_row + column[:, None]
         inside = (row < rows)[None, :] & (column < columns)[:, None]
         tl.store(target + address, result.to(target.dtype.element_ty), mask=inside)
+
+
+@jit
+def _group(step: Value, place: Value, GROUP: constexpr, BLOCK: constexpr, WHOLE: constexpr) -> Value:
+    """Return the groups of a step: [1] for all of it, or [WIDTH] for each word."""
+    if WHOLE:
+        return tl.zeros((1,), tl.int32)
+    elif GROUP % BLOCK == 0:
+        return tl.zeros((1,), tl.int32) + step * BLOCK // GROUP
+    else:
+        return (step * BLOCK + place * 8) // GROUP
 
 
 @jit
