@@ -1,9 +1,7 @@
 """y = x W^T for a few rows of x and a quantised W: a product bound by reading the packed weight once.
 
 Each program streams a strip of W as `linear.streamed` does. The elements are unpacked in registers, where tensor cores
-take their left operand from. A 4-bit word holds eight elements of one row of W. The sum over the inner dimension may
-be taken in any order, so element i of every word is multiplied by every eighth column of x, beginning at i: eight
-products, and no element of W moves to another thread.
+take their left operand from (`quantised_words.py`).
 
 Codes of few bits are exact in half precision. Where a group has at least `BLOCK` elements, its scale is applied to the
 sum in float32. Smaller groups are scaled before they are rounded, as the reference is.
@@ -12,14 +10,12 @@ sum in float32. Smaller groups are scaled before they are rounded, as the refere
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .backend import (
-    HALF_PRECISION,
     Value,
     can_run,
     constexpr,
@@ -35,6 +31,7 @@ from .backend import (
 from .gated import Activation, apply_gate
 from .linear import BLOCK, MOST_ROWS, Partials, Plan
 from .packed import WORD, Packed, dequantise
+from .quantised_words import assembly, product_of_words
 
 # Wider strips unpack more elements per load of x, and narrower ones make more programs.
 QUANTISED_PLANS = tuple(
@@ -104,7 +101,7 @@ def _launch(
         BIAS=bias is not None, CODE=weight.code, ZEROS=weight.zeros, OFFSET=weight.zero_offset,
         HIGH_FIRST=weight.high_first, GROUP=min(weight.group, depth), SCALE_ROWS=weight.scale_rows,
         EXPONENTS=scale.dtype == torch.uint8, WHOLE=weight.group >= depth,
-        ASSEMBLY=_assembly(weight, x.dtype) if device["PDL"] else "",
+        ASSEMBLY=assembly(weight, x.dtype) if device["PDL"] else "",
         GATED=activation is not None, TANH=activation == "gelu_tanh",
         ROWS=16 if rows <= 16 else 32, STRIP=plan.strip, BLOCK=BLOCK, num_warps=4, num_stages=plan.stages, **device,
     )  # fmt: skip
@@ -136,35 +133,6 @@ def kernel_takes(weight: Packed) -> bool:
     if weight.code in ("int8", "float8"):
         return depth % BLOCK == 0 and whole_blocks and weight.zero is None
     return depth % BLOCK == 0 and (whole_blocks or (group % WORD == 0 and BLOCK % group == 0))
-
-
-@lru_cache
-def _centred(magic: int, kind: str) -> str:
-    """Return the assembly that takes 4-bit codes from two words at a time: three instructions for two elements.
-
-    Four bits below the bits of 128 in bfloat16, or 1024 in float16, are that number plus the code. The centre that is
-    subtracted contains the same number.
-    """
-    lines = ["prmt.b32 low, $8, $9, 0x5410;", "prmt.b32 high, $8, $9, 0x7632;"]
-    for element in range(WORD):
-        half, shift = ("low", "high")[element // 4], element % 4 * 4
-        lines += [f"shr.u32 bits, {half}, {shift};"] if shift else []
-        lines += [f"lop3.b32 bits, {'bits' if shift else half}, 0x000F000F, {magic:#x}, 0x6A;"]  # (a & b) ^ c
-        lines += [f"sub.{kind} ${element}, bits, $10;"]
-    return "{ .reg .b32 low, high, bits; " + " ".join(lines) + " }"
-
-
-def _assembly(weight: Packed, dtype: torch.dtype) -> str:
-    """Return the assembly that unpacks this format, or nothing where plain code does it."""
-    small = weight.group < weight.shape[1] and weight.group % BLOCK != 0
-    if small or weight.code not in ("offset", "signed") or weight.high_first or dtype not in HALF_PRECISION:
-        return ""
-    flipped = 0x00080008 if weight.code == "signed" else 0  # two's complement becomes an unsigned code plus 8
-    return (
-        _centred(0x64006400 ^ flipped, "f16x2")
-        if dtype == torch.float16
-        else _centred(0x43004300 ^ flipped, "rn.bf16x2")
-    )
 
 
 @varying("rows")
@@ -253,7 +221,7 @@ def _quantised_kernel(
                 shift = (8 - centre).to(tl.float32) * factor  # a large group is centred at 8 and shifted by its sum
             elif ZEROS == "shift":
                 shift = point.to(tl.float32)
-            part = _product_of_words(
+            part = product_of_words(
                 codes, states, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, ASSEMBLY,
                 ROWS, STRIP, WIDTH,
             )  # fmt: skip
@@ -300,103 +268,3 @@ def _scale(pointers: Value, EXPONENTS: constexpr) -> Value:
         return tl.exp2(value.to(tl.float32) - 127.0)
     else:
         return value.to(tl.float32)
-
-
-@jit
-def _product_of_words(
-    words: Value,
-    states: Value,
-    centre: Value,
-    factor: Value,
-    shift: Value,
-    table: Value,
-    CODE: constexpr,
-    ZEROS: constexpr,
-    HIGH_FIRST: constexpr,
-    LARGE: constexpr,
-    ASSEMBLY: constexpr,
-    ROWS: constexpr,
-    STRIP: constexpr,
-    WIDTH: constexpr,
-) -> Value:
-    """Multiply words [STRIP, WIDTH] of 4-bit codes by x [ROWS, 8 WIDTH]: [STRIP, ROWS], without scales if LARGE."""
-    dtype: tl.constexpr = states.dtype
-    even, odd = _halves(states, ROWS, 8 * WIDTH)
-    even_low, even_high = _halves(even, ROWS, 4 * WIDTH)
-    odd_low, odd_high = _halves(odd, ROWS, 4 * WIDTH)
-    x0, x4 = _halves(even_low, ROWS, 2 * WIDTH)
-    x2, x6 = _halves(even_high, ROWS, 2 * WIDTH)
-    x1, x5 = _halves(odd_low, ROWS, 2 * WIDTH)
-    x3, x7 = _halves(odd_high, ROWS, 2 * WIDTH)
-    if ASSEMBLY != "":
-        wide = tl.full((STRIP, WIDTH), 1032.0 if dtype == tl.float16 else 136.0, dtype)
-        w0, w1, w2, w3, w4, w5, w6, w7 = _centred_elements(words, wide, ASSEMBLY)
-    else:
-        w0 = _element(words, 0, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w1 = _element(words, 1, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w2 = _element(words, 2, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w3 = _element(words, 3, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w4 = _element(words, 4, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w5 = _element(words, 5, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w6 = _element(words, 6, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-        w7 = _element(words, 7, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-    part = tl.dot(w0, tl.trans(x0), input_precision="ieee")
-    part = tl.dot(w1, tl.trans(x1), part, input_precision="ieee")
-    part = tl.dot(w2, tl.trans(x2), part, input_precision="ieee")
-    part = tl.dot(w3, tl.trans(x3), part, input_precision="ieee")
-    part = tl.dot(w4, tl.trans(x4), part, input_precision="ieee")
-    part = tl.dot(w5, tl.trans(x5), part, input_precision="ieee")
-    part = tl.dot(w6, tl.trans(x6), part, input_precision="ieee")
-    return tl.dot(w7, tl.trans(x7), part, input_precision="ieee")
-
-
-@jit
-def _halves(x: Value, ROWS: constexpr, SIZE: constexpr) -> Value:
-    """Return the even and the odd columns of x [ROWS, SIZE]."""
-    return tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
-
-
-@jit
-def _centred_elements(words: Value, centre: Value, ASSEMBLY: constexpr) -> Value:
-    """Return the eight elements of each word minus the centre; see `_centred`."""
-    if centre.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, centre],
-            (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [words, centre],
-            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-
-
-@jit
-def _element(
-    words: Value,
-    index: constexpr,
-    centre: Value,
-    factor: Value,
-    shift: Value,
-    table: Value,
-    CODE: constexpr,
-    ZEROS: constexpr,
-    HIGH_FIRST: constexpr,
-    LARGE: constexpr,
-    dtype: constexpr,
-) -> Value:
-    """Return one of the eight elements of each word, scaled where groups are small."""
-    code = words >> 4 * ((index ^ 1) if HIGH_FIRST else index) & 15
-    if CODE == "table":
-        value = tl.load(table + code)
-    elif CODE == "signed":
-        value = ((code ^ 8) - 8).to(tl.float32)
-    else:
-        value = (code - (8 if LARGE else centre)).to(tl.float32)
-    if not LARGE:
-        value = value * factor
-        if ZEROS == "shift":
-            value += shift
-    return value.to(dtype)
