@@ -12,7 +12,7 @@ from ..kernels.linear import MOST_ROWS
 from ..kernels.routing import Routing, Touched, route, route_reference
 from .base import Call, Replacement
 from .check import tolerance
-from .products import Tuned
+from .product import Tuned
 
 
 class Handoff:
