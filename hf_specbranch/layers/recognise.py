@@ -1,7 +1,8 @@
 """Which modules of a model the kernels can replace.
 
 Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
-and an epsilon). A few tokens then run through the model. The output of every candidate is compared with that of its
+and an epsilon). A few tokens then run through the model. What the submodules do not tell, such as which dimensions are
+rotated together, is found by trial. The output of every candidate is compared with that of its
 replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
 used.
 """
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel
 from ..kernels.attention_interface import override_attention
 from ..model_state import every_module
 from .angles import recognise_angles
-from .attention import attention_inputs, recognise_attention
+from .attention import AttentionForward, attention_inputs, recognise_attention
 from .base import Call, Replacement
-from .check import agreeing, evaluating, tolerance
+from .check import agreeing, agreeing_variants, evaluating, tolerance
 from .decoder_layer import looks_like_layer, recognise_layers
 from .mlp import mlp_inputs, recognise_mlp
 from .norm import Ahead, looks_like_norm, recognise_norms
@@ -44,13 +45,16 @@ def recognise(
     norms = recognise_norms(calls, ahead)
     forms = {module: forward.form for module, forward in norms.items()}
     candidates: dict[nn.Module, Replacement] = {}
+    attentions: dict[nn.Module, list[AttentionForward]] = {}
     for module in calls:
-        found = recognise_mlp(module, tuned, ahead) or recognise_attention(module, tuned, ahead, forms, uncapped)
-        if found is not None:
+        if (found := recognise_mlp(module, tuned, ahead)) is not None:
             candidates[module] = found
+        elif variants := recognise_attention(module, tuned, ahead, forms, uncapped):
+            attentions[module] = variants
     replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
+    replacements |= agreeing_variants(attentions, calls)
     layers = [module for module in calls if looks_like_layer(module)]
-    return replacements | agreeing(recognise_layers(model, layers, forms, ahead), calls)
+    return replacements | agreeing_variants(recognise_layers(model, layers, forms, ahead), calls)
 
 
 def readers_of_one_input(model: PreTrainedModel) -> list[list[Any]]:
