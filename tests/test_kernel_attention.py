@@ -17,7 +17,8 @@ from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.attention_interface import original_attention, override_attention
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm_reference
-from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary, rotary_reference
+from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary
+from hf_specbranch.kernels.rotation import rotary_reference
 from hf_specbranch.layers import fused
 
 from .families import make

@@ -197,9 +197,7 @@ def _fits(
         return False
     forms = {one.form for one in (norm, first) if one is not None}
     narrow = [one for one in (norm, first) if one is not None and one.bias is not None and not one.form.wide]
-    return (
-        len(forms) <= 1 and not narrow and can_run(*used) and all(each.dtype == used[0].dtype for each in partials)
-    )
+    return len(forms) <= 1 and not narrow and can_run(*used) and all(each.dtype == used[0].dtype for each in partials)
 
 
 @varying("partial_stride")

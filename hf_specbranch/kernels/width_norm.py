@@ -59,7 +59,7 @@ def norm_widths(product: Tensor | Partials, query: Norm, key: Norm) -> Tensor:
 def norm_widths_reference(product: Tensor, query: Norm, key: Norm) -> Tensor:
     """Compute what `norm_widths` does, in plain torch."""
     width, key_width = len(query.weight), len(key.weight)
-    first, second, third = product.split([width, key_width, product.shape[-1] - width - key_width], dim=-1)
+    first, second, third = torch.tensor_split(product, (width, width + key_width), dim=-1)
     return torch.cat((norm_reference(first, query), norm_reference(second, key), third), dim=-1)
 
 

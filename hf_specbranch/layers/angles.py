@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels.angles import angles
+from ..kernels.rotation import Table
 from ..model_state import every_module
 from .base import Replacement
 
@@ -16,14 +17,25 @@ POSITIONS = 2047 * torch.arange(16)  # of the check
 
 
 class AnglesForward(Replacement):
-    """Replaces the module that computes cosines and sines of rotary positions."""
+    """Replaces the module that computes cosines and sines of rotary positions.
 
-    def __init__(self, module: Any) -> None:
+    Args:
+        module: the module.
+        table: where it puts the angle of pair i, see `Rotation`.
+        wide: it returns float32 whatever the dtype of the model is.
+    """
+
+    def __init__(self, module: Any, table: Table, wide: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.table, self.wide = module, table, wide
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return angles(position_ids, self.module.inv_freq, self.module.attention_scaling, x.dtype)
+        frequencies, dtype = self.module.inv_freq, torch.float32 if self.wide else x.dtype
+        scaling, neighbours = self.module.attention_scaling, self.table == "neighbours"
+        cos, sin = angles(position_ids, frequencies, scaling, dtype, neighbours)
+        if self.table == "once":
+            cos, sin = cos[..., : len(frequencies)], sin[..., : len(frequencies)]
+        return cos, sin
 
 
 def looks_like_angles(module: Any) -> bool:
@@ -46,11 +58,15 @@ def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
     for module in every_module(model):
         if not looks_like_angles(module):
             continue
-        try:
-            pairs = zip(AnglesForward(module)(x, positions), module(x, positions), strict=True)
-            error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            continue
-        if error <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
-            found[module] = AnglesForward(module)
+        for table in get_args(Table):
+            try:
+                own = module(x, positions)
+                ours = AnglesForward(module, table, own[0].dtype == torch.float32)
+                pairs = zip(ours(x, positions), own, strict=True)
+                error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
+            except (TypeError, ValueError, RuntimeError, AttributeError):
+                continue
+            if error <= (1e-5 if own[0].dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
+                found[module] = ours
+                break
     return found

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ..kernels.attention_interface import specbranch_attention
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
-from ..kernels.rotary import HALVES, ROTATIONS, HeadNorm, Rotation, Slots, rotary
+from ..kernels.rotary import HeadNorm, Slots, rotary
+from ..kernels.rotation import HALVES, ROTATIONS, Rotation
 from ..kernels.width_norm import norm_widths
 from .base import Arguments, Replacement, submodules
 from .norm import Ahead, looks_like_norm, parameters_of, shared_form
 from .products import Product, Tuned, product_of
-
 
 OUTPUT_NAMES = ("o_proj", "dense")
 INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))

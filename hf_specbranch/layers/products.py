@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.backend import FLOATS
 from ..kernels.gated import Activation, gated, gated_product
-from ..kernels.linear import Partials, Plan, linear, linear_split_k
+from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from .base import Replacement, untouched
 from .storage import joined
 
@@ -42,6 +43,10 @@ class Tuned:
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         """Compute act(gate) * up, where W holds the rows of both."""
         return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
+
+    def activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: MlpActivation) -> Tensor:
+        """Compute act(x W^T + bias)."""
+        return activated_product(x, weight, bias, activation, self._plan(x, weight, "whole"))
 
     def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
         if not x.is_cuda:
@@ -83,6 +88,10 @@ class Product:
         """Compute act(gate) * up, where the first half of the product is the gate."""
         return gated(self(x), activation)
 
+    def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
+        """Compute act(product)."""
+        return activate(self(x), activation)
+
 
 class PlainProduct(Product):
     """The product of plain linear layers; one product if their weights are joined in one storage (`fuse`)."""
@@ -103,6 +112,11 @@ class PlainProduct(Product):
         if (one := self._as_one()) is None:
             return super().gated(x, activation)
         return self.tuned.gated(x, *one, activation)
+
+    def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
+        if (one := self._as_one()) is None:
+            return super().activated(x, activation)
+        return self.tuned.activated(x, *one, activation)
 
     def _as_one(self) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias of all layers, if they are joined. They may have been replaced since the last pass."""
