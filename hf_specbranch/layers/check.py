@@ -35,7 +35,7 @@ def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) 
 
 
 def agreeing_variants(variants: Mapping[nn.Module, Sequence[F]], calls: dict[nn.Module, Call]) -> dict[nn.Module, F]:
-    """Return for each module the first of its variants that agrees.
+    """Return for each module one of its variants that agrees.
 
     The variants of one module of a class are compared in torch: a kernel would be compiled for each. The others of the
     class are probably of the same variant; where they are not, theirs are compared too.
@@ -43,25 +43,25 @@ def agreeing_variants(variants: Mapping[nn.Module, Sequence[F]], calls: dict[nn.
     usual: dict[type, int] = {}
     for module, forwards in variants.items():
         if type(module) not in usual:
-            usual[type(module)] = _first_agreeing(module, forwards, calls) or 0
+            usual[type(module)] = _closest(module, forwards, calls) or 0
     found = agreeing(
         {module: forwards[min(usual[type(module)], len(forwards) - 1)] for module, forwards in variants.items()}, calls
     )
     others = {
         module: forwards[index]
         for module, forwards in variants.items()
-        if module not in found and (index := _first_agreeing(module, forwards, calls)) is not None
+        if module not in found and (index := _closest(module, forwards, calls)) is not None
     }
     return {**found, **agreeing(others, calls)}
 
 
-def _first_agreeing(module: nn.Module, forwards: Sequence[Forward], calls: dict[nn.Module, Call]) -> int | None:
+def _closest(module: nn.Module, forwards: Sequence[Forward], calls: dict[nn.Module, Call]) -> int | None:
+    """Return which of the variants is closest to the module; None if none agrees."""
     if len(forwards) == 1:
         return 0
-    limit = tolerance(tensor_of(calls[module].output).dtype)
     with references_only():
-        errors = (errors_of({module: forward}, calls)[module] for forward in forwards)
-        return next((index for index, error in enumerate(errors) if error <= limit), None)
+        errors = [errors_of({module: forward}, calls)[module] for forward in forwards]
+    return errors.index(min(errors)) if min(errors) <= tolerance(tensor_of(calls[module].output).dtype) else None
 
 
 @torch.no_grad()
