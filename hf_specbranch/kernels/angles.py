@@ -81,7 +81,7 @@ def _fits(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-@varying("tokens", "gap", "scaling")
+@varying("tokens", "scaling")
 def _angles_kernel(
     positions: Value,
     frequencies: Value,

@@ -171,7 +171,7 @@ def _fits(
 
 
 @varying(
-    "heads", "key_heads", "gap", "angle_gap", "partial_stride", "query_row", "key_row", "value_row", "cos_row",
+    "heads", "key_heads", "partial_stride", "query_row", "key_row", "value_row", "cos_row",
     "cos_token", "sin_row", "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
 )  # fmt: skip
 def _rotary_kernel(
