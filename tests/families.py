@@ -7,6 +7,7 @@ VOCABULARY = 64
 _BASE = dict(vocab_size=VOCABULARY, eos_token_id=2, bos_token_id=1, pad_token_id=0)
 _SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 _USUAL = dict(**_BASE, **_SIZES, num_key_value_heads=2, max_position_embeddings=256)
+_PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 _MIXED = ["sliding_attention", "full_attention"]
 
 FAMILIES = {
@@ -24,6 +25,18 @@ FAMILIES = {
         tf.Gemma3TextConfig(**_USUAL, head_dim=8, sliding_window=6, layer_types=_MIXED)
     ),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**_USUAL)),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_USUAL)),
+    "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**_USUAL, head_dim=8, rope_parameters=_PARTIAL)),
+    "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**_USUAL)),
+    "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**_USUAL, no_rope_layers=[1, 0])),
+    "cohere2": lambda: tf.Cohere2ForCausalLM(
+        tf.Cohere2Config(**_USUAL, head_dim=8, sliding_window=6, layer_types=_MIXED)
+    ),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**_USUAL, residual_multiplier=0.5)),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**_USUAL)),
+    "gpt-neox-serial": lambda: tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(**_BASE, **_SIZES, max_position_embeddings=256, use_parallel_residual=False)
+    ),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_BASE, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
     "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_BASE, **_SIZES, max_position_embeddings=256)),
     "opt": lambda: tf.OPTForCausalLM(

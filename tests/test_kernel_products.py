@@ -20,14 +20,37 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 
 from hf_specbranch.kernels import autotune
+from hf_specbranch.kernels.activation import MlpActivation, activate, recognise_activation
 from hf_specbranch.kernels.angles import angles
 from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.autotune import PlanCache, read_plans
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
-from hf_specbranch.kernels.linear import BLOCK, PLANS, Partials, Plan, fits, linear, linear_reference, linear_split_k
-from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm, rms_norm_reference
+from hf_specbranch.kernels.linear import (
+    BLOCK,
+    PLANS,
+    Partials,
+    Plan,
+    activated_product,
+    fits,
+    linear,
+    linear_reference,
+    linear_split_k,
+)
+from hf_specbranch.kernels.norm import (
+    FORMS,
+    GEMMA,
+    LAYER_NORM,
+    PLAIN,
+    WIDE,
+    Norm,
+    add_norm,
+    add_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from hf_specbranch.kernels.rotary import Slots, rotary
+from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
 
 from .families import make
 from .kernels import DEVICE, DTYPES, assert_close, dtypes, on_kernels, partials_and_sum, randn, seeds
@@ -44,6 +67,59 @@ def test_kernel_norm(dtype, seed, rows, columns, form, added):
     got, expected = (norm(x, weight, 1e-6, residual, form) for norm in (rms_norm, rms_norm_reference))
     assert_close(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 4), st.integers(1, 300), st.sampled_from(FORMS), st.sampled_from([1, 2]),
+       st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1.0, 0.22]))  # fmt: skip
+@example(torch.float32, 0, 3, 100, PLAIN, 2, True, False, True, 1.0)  # GLM-4
+@example(torch.float32, 0, 3, 100, WIDE, 1, True, False, False, 1.0)  # OLMo 2
+@example(torch.float32, 0, 3, 100, LAYER_NORM, 2, False, True, True, 1.0)  # GPT-NeoX
+@example(torch.float32, 0, 3, 100, LAYER_NORM, 1, True, True, True, 0.22)
+def test_kernel_add_norm(dtype, seed, rows, columns, form, splits, with_first, with_also, with_norm, scale):
+    torch.manual_seed(seed)
+
+    def norm():
+        bias = randn(columns, dtype=dtype) if form.centred else None
+        return Norm(randn(columns, dtype=dtype), 1e-5, form, bias)
+
+    parts = [partials_and_sum((rows, columns), splits, dtype) for _ in range(2)]
+    x, also = (product if splits == 1 else partials for partials, product in parts)
+    residual, outer, first = randn(rows, columns, dtype=dtype), norm() if with_norm else None, norm()
+    got = add_norm(x, residual, outer, first if with_first else None, also if with_also else None, scale)
+    expected = add_norm_reference(
+        parts[0][1], residual, outer, first if with_first else None, parts[1][1] if with_also else None, scale
+    )
+    assert_close(got[1], expected[1])
+    assert (got[0] is None) == (not with_norm)
+    if with_norm:
+        assert_close(got[0], expected[0])
+
+
+@on_kernels
+@given(dtypes, seeds, st.integers(1, 4), st.sampled_from([(64, 64), (96, 24), (7, 3)]), st.sampled_from(FORMS),
+       st.sampled_from([1, 2, 4]))  # fmt: skip
+def test_kernel_norm_widths(dtype, seed, rows, widths, form, splits):
+    torch.manual_seed(seed)
+    partials, product = partials_and_sum((rows, 2, widths[0] + 2 * widths[1]), splits, dtype)
+    query, key = (Norm(randn(width, dtype=dtype), 1e-6, form) for width in widths)
+    got = norm_widths(product if splits == 1 else partials, query, key)
+    assert_close(got, norm_widths_reference(product, query, key))
+    assert torch.equal(got[..., sum(widths) :], product[..., sum(widths) :])
+
+
+@on_kernels
+@given(st.sampled_from(DTYPES[1:]), seeds, st.integers(1, 32), st.integers(1, 90), st.sampled_from([128, 640]),
+       st.booleans(), st.sampled_from(get_args(MlpActivation)), st.sampled_from([3, 4, 6]))  # fmt: skip
+@example(torch.float16, 0, 20, 70, 256, True, "gelu", 3)
+@example(torch.float16, 0, 3, 64, 128, False, "relu2", 3)
+def test_kernel_activated_product(dtype, seed, rows, columns, depth, biased, activation, stages):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, depth, dtype=dtype), 3 * randn(columns, depth, dtype=dtype) / depth**0.5
+    bias = randn(columns, dtype=dtype) if biased else None
+    expected = activate(linear_reference(x, weight, bias), activation)
+    assert fits(x, weight, bias, Plan(1, stages))
+    assert_close(activated_product(x, weight, bias, activation, Plan(1, stages)), expected)
 
 
 @on_kernels
@@ -186,6 +262,12 @@ def test_gated_activation_equals_transformers(family, name):
     assert recognise(mlp.act_fn) == name
     both = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1)
     assert torch.equal(mlp.down_proj(gated_reference(both, name)), mlp(x))
+
+
+@pytest.mark.parametrize("name", get_args(MlpActivation))
+def test_activations_are_recognised(name):
+    assert recognise_activation(lambda x: activate(x, name)) == name
+    assert recognise_activation(nn.ELU()) is None
 
 
 def test_other_activations_are_not_recognised():

@@ -19,7 +19,6 @@ from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.mlp import MlpForward
 from hf_specbranch.layers.products import Tuned
 from hf_specbranch.layers.storage import joined
-from hf_specbranch.model_state import state_of
 
 from .families import FAMILIES, make
 from .kernels import DEVICE, logits_over_branches
@@ -27,6 +26,8 @@ from .kernels import DEVICE, logits_over_branches
 LLAMA_LIKE = [
     "llama", "llama-eager", "mistral-sliding", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3",
 ]  # fmt: skip
+UNGATED = ["starcoder2", "phi", "gpt-neox", "gpt-neox-serial"]
+DENSE = [*LLAMA_LIKE, "olmo2", "glm4", "smollm3", "cohere2", "granite", *UNGATED]
 
 
 @pytest.mark.compat
@@ -41,15 +42,15 @@ def test_fused_model_computes_the_same(family):
 
 
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
-@pytest.mark.parametrize("family", [*LLAMA_LIKE, "qwen2-moe"])
+@pytest.mark.parametrize("family", [*DENSE, "qwen2-moe"])
 def test_fused_model_sums_partials(family, monkeypatch):
     """Also in a mixture of experts, where no kernel sums the partials of an expert."""
     model = make(family).to(DEVICE, torch.float16)
     fuse(model)
     expected, plans = logits_over_branches(model, fused, DEVICE), []
 
-    def split(_, x, weight, kind):
-        plans.append((state_of(model).kernel_recipe.ahead.sums_partials, kind))
+    def split(tuned, x, weight, kind):
+        plans.append((len(weight) == model.config.hidden_size and kind == "split-k", kind))
         plan = Plan(splits=2 if kind == "split-k" else 1, stages=2)
         assert fits(x, weight, None, plan)
         return plan
@@ -57,20 +58,20 @@ def test_fused_model_sums_partials(family, monkeypatch):
     monkeypatch.setattr(products, "BLOCK", 16)  # these models are small
     monkeypatch.setattr(Tuned, "_plan", split)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
-    assert any(sums for sums, _ in plans) == (family not in ("gemma2", "gemma3"))  # which normalise before the sum
-    assert {"split-k", "gated"} <= {kind for _, kind in plans}
+    assert any(summed for summed, _ in plans)  # with a residual
+    assert {"split-k", "whole" if family in UNGATED else "gated"} <= {kind for _, kind in plans}
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_llama_like_models_are_replaced_whole(family):
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_models_are_replaced_whole(family):
     model = make(family)
     fuse(model)
     with fused(model):
         kinds = [type(getattr(module.forward, "ours", None)) for module in model.modules()]
     for kind in (AttentionForward, MlpForward, LayerForward):
         assert kinds.count(kind) == model.config.num_hidden_layers
-    attention = model.model.layers[0].self_attn
+    attention = getattr(model.base_model.layers[0], "self_attn", None)
     if hasattr(attention, "q_proj"):
         assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
 
@@ -84,6 +85,27 @@ def test_length_dependent_angles_are_not_replaced(kind, expected):
     else:
         module.rope_type = kind
     assert (module in replacements(model)) is expected
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere2", "gpt-neox"])
+@pytest.mark.parametrize("part", ["attention", "mlp", "layer"])
+def test_faulty_module_of_any_structure_is_not_replaced(family, part):
+    """No variant of a replacement computes what this module computes."""
+    model = make(family)
+    layer = model.base_model.layers[1]
+    odd = layer if part == "layer" else layer.mlp if part == "mlp" else getattr(layer, "self_attn", None)
+    odd = odd or layer.attention
+    multiplied(odd, 1.1)
+    assert odd not in replacements(model)
+
+
+@pytest.mark.parametrize("family, rotated", [("smollm3", [True, False]), ("cohere2", [True, False])])
+def test_layers_without_rotation_are_found(family, rotated):
+    model = make(family)
+    fuse(model)
+    with fused(model):
+        forms = [layer.self_attn.forward.ours.form for layer in model.model.layers]
+    assert [form.rotation is not None for form in forms] == rotated
 
 
 def test_faulty_layer_is_not_replaced():
@@ -127,7 +149,7 @@ def multiplied(module, factor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "glm4", "cohere2"])
 def test_layers_with_zero_output_are_replaced(family, dtype):
     model = with_zero_output(make(family).to(dtype))
     drawn = torch.get_rng_state()
@@ -323,7 +345,7 @@ def test_shared_parameters_stay_shared():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="under the interpreter only")
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "olmo2", "glm4", "cohere2", "granite", "gpt-neox"])
 def test_kernel_in_a_model(family):
     model = make(family)
     fuse(model)
@@ -332,7 +354,7 @@ def test_kernel_in_a_model(family):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "gpt-oss"])
+@pytest.mark.parametrize("family", [*DENSE, "gpt-oss"])
 def test_fused_model_on_a_gpu(family):
     model = make(family).to("cuda")
     expected = logits_over_branches(model, device="cuda")

@@ -10,6 +10,7 @@ import torch
 
 from hf_specbranch.bench.random_model import random_model
 from hf_specbranch.bench.shapes import SHAPES, config_of
+from hf_specbranch.kernels.rotation import HALVES, Rotation
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
 
@@ -24,16 +25,24 @@ def tiny(name):
     return random_model(config_of(name, tiny=True), DEVICE, HALF)
 
 
-# Rotary of neighbouring channels, layers without any, rotary of half of the channels.
 @pytest.mark.compat
-@pytest.mark.parametrize("name, expected", [("glm4-9b", 0), ("command-r7b", 0), ("smollm3-3b", 3), ("gpt-oss-20b", 0)])
-def test_attention_kind_is_found_by_positions(name, expected):
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("llama3.2-1b", [HALVES] * 4),
+        ("glm4-9b", [Rotation(neighbours=True)] * 4),
+        ("command-r7b", [Rotation(neighbours=True, table="neighbours")] * 3 + [None]),
+        ("smollm3-3b", [HALVES] * 3 + [None]),
+        ("gpt-oss-20b", [Rotation(table="once")] * 4),
+    ],
+)
+def test_rotation_is_found_by_positions(name, expected):
     """Tiny random models attend to all tokens nearly equally, so only positions tell the kinds apart."""
     model = tiny(name)
     fuse(model)
     with fused(model):
-        kinds = [type(getattr(vars(module).get("forward"), "ours", None)) for module in model.modules()]
-    assert kinds.count(AttentionForward) == expected
+        replacements = [getattr(vars(module).get("forward"), "ours", None) for module in model.modules()]
+    assert [each.form.rotation for each in replacements if isinstance(each, AttentionForward)] == expected
 
 
 @pytest.mark.compat

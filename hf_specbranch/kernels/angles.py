@@ -19,7 +19,9 @@ from .backend import (
 )
 
 
-def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(
+    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype, neighbours: bool = False
+) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of position times frequency.
 
     Args:
@@ -27,9 +29,10 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
         frequencies: [R / 2], in float32.
         scaling: factor of both.
         dtype: of the result.
+        neighbours: each angle is repeated at 2i and 2i + 1; otherwise at i and i + R / 2.
 
     Returns:
-        Two tensors [B, Q, R], whose halves are equal.
+        Two tensors [B, Q, R].
 
     Example:
         >>> cos, sin = angles(torch.arange(5)[None], torch.rand(32), 1.0, torch.float32)
@@ -37,7 +40,7 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
         torch.Size([1, 5, 64])
     """
     if not _fits(positions, frequencies, dtype):
-        return angles_reference(positions, frequencies, scaling, dtype)
+        return angles_reference(positions, frequencies, scaling, dtype, neighbours)
     rows, tokens = positions.shape
     half = frequencies.shape[0]
     out = frequencies.new_empty((2, rows, tokens, 2 * half), dtype=dtype)
@@ -47,7 +50,9 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
         out,
         rows * tokens,
         half,
+        1 if neighbours else half,
         float(scaling),
+        STEP=2 if neighbours else 1,
         BLOCK=power_of_two(half),
         num_warps=1,
         **dependent_launch(out.device),
@@ -56,11 +61,11 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.
 
 
 def angles_reference(
-    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype, neighbours: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute what `angles` does, in plain torch."""
     angle = positions[..., None].float() * frequencies
-    angle = torch.cat((angle, angle), dim=-1)
+    angle = angle.repeat_interleave(2, dim=-1) if neighbours else torch.cat((angle, angle), dim=-1)
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
@@ -83,7 +88,9 @@ def _angles_kernel(
     out: Value,
     tokens: Value,
     half: Value,
+    gap: Value,
     scaling: Value,
+    STEP: constexpr,
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -94,9 +101,9 @@ def _angles_kernel(
     inside = lane < half
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + lane, mask=inside, other=0.0)
     cos, sin = (tl.cos(angle) * scaling).to(out.dtype.element_ty), (tl.sin(angle) * scaling).to(out.dtype.element_ty)
-    target = out + token * 2 * half + lane
+    target = out + token * 2 * half + lane * STEP
     tl.store(target, cos, mask=inside)
-    tl.store(target + half, cos, mask=inside)
+    tl.store(target + gap, cos, mask=inside)
     target += tokens.to(tl.int64) * 2 * half
     tl.store(target, sin, mask=inside)
-    tl.store(target + half, sin, mask=inside)
+    tl.store(target + gap, sin, mask=inside)

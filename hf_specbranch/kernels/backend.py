@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -64,7 +66,22 @@ def can_run(*tensors: Tensor | None) -> bool:
 
 def serves(device: torch.device) -> bool:
     """Return whether Triton runs on this device, natively or interpreted."""
-    return triton is not None and (device.type == "cuda" or (INTERPRETED and device.type == "cpu"))
+    if triton is None or _references_only.get():
+        return False
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
+_references_only: ContextVar[bool] = ContextVar("references_only", default=False)
+
+
+@contextmanager
+def references_only() -> Iterator[None]:
+    """Run the torch references in place of the kernels while the context lasts: nothing is compiled."""
+    before = _references_only.set(True)
+    try:
+        yield
+    finally:
+        _references_only.reset(before)
 
 
 @lru_cache

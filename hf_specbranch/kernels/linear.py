@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .activation import MlpActivation, activate, activated, code_of
 from .backend import (
     Value,
     can_run,
@@ -88,6 +89,23 @@ def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | 
     """Compute x W^T + bias for a reader that sums split-K partials."""
     if plan is None or not fits(x, weight, bias, plan):
         return functional.linear(x, weight, bias)
+    return _run(x, weight, bias, plan, None)
+
+
+def activated_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: MlpActivation, plan: Plan | None
+) -> Tensor:
+    """Compute act(x W^T + bias), for a plan without split-K."""
+    if plan is None or not fits(x, weight, bias, plan):
+        return activate(functional.linear(x, weight, bias), activation)
+    product = _run(x, weight, bias, plan, activation)
+    assert not isinstance(product, Partials)
+    return product
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, activation: MlpActivation | None
+) -> Tensor | Partials:
     flat = x.reshape(-1, x.shape[-1])
     rows, depth = flat.shape
     columns = weight.shape[0]
@@ -96,7 +114,8 @@ def linear_split_k(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | 
     target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
     _product_kernel[(triton.cdiv(columns, STRIP), plan.splits)](
         flat, weight, weight if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
-        BIAS=bias is not None, **tile(rows), num_warps=4, num_stages=plan.stages, **dependent_launch(x.device),
+        BIAS=bias is not None, ACTIVATION=code_of(activation), **tile(rows), num_warps=4, num_stages=plan.stages,
+        **dependent_launch(x.device),
     )  # fmt: skip
     return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
 
@@ -136,6 +155,7 @@ def _product_kernel(
     x_row: Value,
     weight_row: Value,
     BIAS: constexpr,
+    ACTIVATION: constexpr,
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
@@ -151,6 +171,8 @@ def _product_kernel(
     if BIAS:
         if split == 0:
             result += tl.load(bias + strip).to(tl.float32)[:, None]
+    if ACTIVATION > 0:
+        result = activated(result.to(target.dtype.element_ty), ACTIVATION)
     row = tl.arange(0, ROWS)
     place = (split * rows + row)[None, :].to(tl.int64) * columns + column[:, None]
     inside = (row < rows)[None, :] & (column < columns)[:, None]

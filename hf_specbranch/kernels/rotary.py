@@ -2,9 +2,9 @@
 
     x -> x * cos + rotate_half(x) * sin
 
-over the first R dimensions of a head, the halves being [0, R/2) and [R/2, R). Models that pair neighbouring
-dimensions instead are not supported. The same kernel normalises each head of q and k first, where a model does so, and
-sums the split-K partials of the product that computed them.
+over the first R dimensions of a head. Two dimensions are rotated together: i and i + R/2, or the neighbours 2i and
+2i + 1. Some layers do not rotate at all. The same kernel normalises each head of q and k first, where a model does so,
+and sums the split-K partials of the product that computed them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .backend import (
 from .linear import sum_partials
 from .norm import PLAIN, NormForm, rms_norm_reference
 from .parallel_build import is_dry_run
+from .rotation import HALVES, Rotation, rotary_reference, rounds_once
 
 
 class HeadNorm(NamedTuple):
@@ -56,7 +57,8 @@ def rotary(
     sin: Tensor,
     norm: HeadNorm | None = None,
     slots: Slots | None = None,
-    halved: bool = False,
+    rotation: Rotation | None = HALVES,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys.
 
@@ -64,24 +66,25 @@ def rotary(
         query: [B, Hq, Q, D], of any strides whose last is 1; or split-K partials [S, B, Hq, Q, D] in float32.
         key: [B, Hkv, Q, D], or partials of the same product.
         value: as `key`; needed with `slots` only.
-        cos: [B or 1, Q, R], R at most D and even; dimensions beyond R are not rotated.
+        cos: [B or 1, Q, R], R at most D and even; dimensions beyond R are not rotated. In float32 or in the dtype of
+            the result.
         sin: as `cos`.
         norm: normalise heads first.
         slots: write keys and values there and return no keys.
-        halved: cos and sin are [B or 1, Q, R / 2], the same for both halves.
+        rotation: what is rotated together; None: nothing is rotated.
+        dtype: of the result; that of `cos` if it is not given.
 
     Returns:
         The rotated queries, and the rotated keys or None.
     """
-    if not _fits(query, key, value, cos, sin, norm, slots):
-        if halved:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        return _rotary_in_steps(query, key, value, cos, sin, norm, slots)
+    dtype = cos.dtype if dtype is None else dtype
+    if not _fits(query, key, value, cos, sin, norm, slots, dtype):
+        return _rotary_in_steps(query, key, value, cos, sin, norm, slots, rotation, dtype)
     rows, heads, tokens, size = query.shape[-4:]
     shared = key.shape[-3]
-    out = cos.new_empty((rows, heads, tokens, size))
+    out = cos.new_empty((rows, heads, tokens, size), dtype=dtype)
     if slots is None:
-        keys = cos.new_empty((rows, shared, tokens, size))
+        keys = cos.new_empty((rows, shared, tokens, size), dtype=dtype)
         values = index = keys
         value = key
         programs = heads + shared
@@ -90,31 +93,24 @@ def rotary(
         keys, values, index = slots
         programs = heads + 2 * shared
     splits, partial_stride = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
-    half = cos.shape[-1] if halved else cos.shape[-1] // 2
-    block, rest = power_of_two(half), power_of_two(max(1, size - 2 * half))
+    half = 0 if rotation is None else rotation.size(cos) // 2
+    block, rest = power_of_two(max(1, half)), power_of_two(max(1, size - 2 * half))
+    step, gap = (2, 1) if rotation is not None and rotation.neighbours else (1, half)
+    angle_step, angle_gap = {"halves": (1, half), "neighbours": (2, 1), "once": (1, 0)}[(rotation or HALVES).table]
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
     _rotary_kernel[(tokens, programs, rows)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
-        heads, shared, size, half, 0 if halved else half, partial_stride,
+        heads, shared, size, half, gap, angle_gap, partial_stride,
         *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
         NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
-        SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half, num_warps=1,
+        SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half,
+        STEP=step, ANGLE_STEP=angle_step, ONCE=rounds_once(rotation, cos, dtype), num_warps=1,
         enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
         **dependent_launch(query.device),
     )  # fmt: skip
     return out, None if slots is not None else keys
-
-
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, H, Q, D] by cos and sin [B, Q, R], in plain torch."""
-    cos, sin = cos[:, None], sin[:, None]
-    size = cos.shape[-1]
-    turned, passed = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 
 
 def _rotary_in_steps(
@@ -125,14 +121,16 @@ def _rotary_in_steps(
     sin: Tensor,
     norm: HeadNorm | None,
     slots: Slots | None,
+    rotation: Rotation | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     if query.dim() == 5:
-        query, key = (terms.sum(0).to(cos.dtype) for terms in (query, key))
-        value = None if value is None else value.sum(0).to(cos.dtype)
+        query, key = (terms.sum(0).to(dtype) for terms in (query, key))
+        value = None if value is None else value.sum(0).to(dtype)
     if norm is not None:
         query, _ = rms_norm_reference(query, norm.query, norm.eps, form=norm.form)
         key, _ = rms_norm_reference(key, norm.key, norm.eps, form=norm.form)
-    query, key = rotary_reference(query, cos, sin), rotary_reference(key, cos, sin)
+    query, key = (rotary_reference(heads, cos, sin, rotation) for heads in (query, key))
     if slots is None:
         return query, key
     assert value is not None
@@ -152,8 +150,9 @@ def _fits(
     sin: Tensor,
     norm: HeadNorm | None,
     slots: Slots | None,
+    dtype: torch.dtype,
 ) -> bool:
-    used = [cos, sin] if query.dim() == 5 else [query, key, value, cos, sin]
+    used = [] if query.dim() == 5 else [query, key, value]
     if norm is not None:
         if norm.form.centred:
             return False
@@ -162,12 +161,18 @@ def _fits(
         used += [slots.keys, slots.values]
         if slots.places.dtype != torch.long or slots.places.stride(-1) != 1:
             return False
-    return can_run(*used) and all(tensor.stride(-1) == 1 for tensor in used if tensor is not None)
+    return (
+        can_run(cos, sin)
+        and cos.dtype in (dtype, torch.float32)
+        and all(tensor is None or tensor.dtype == dtype for tensor in used)
+        and (not used or can_run(*used))
+        and all(tensor.stride(-1) == 1 for tensor in (*used, cos, sin) if tensor is not None)
+    )
 
 
 @varying(
-    "heads", "key_heads", "partial_stride", "query_row", "key_row", "value_row", "cos_row", "cos_token", "sin_row",
-    "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
+    "heads", "key_heads", "partial_stride", "query_row", "key_row", "value_row", "cos_row",
+    "cos_token", "sin_row", "sin_token", "out_row", "out_head", "keys_row", "values_row", "index_row",
 )  # fmt: skip
 def _rotary_kernel(
     query: Value,
@@ -186,7 +191,8 @@ def _rotary_kernel(
     key_heads: Value,
     size: Value,
     half: Value,
-    second_half: Value,
+    gap: Value,
+    angle_gap: Value,
     partial_stride: Value,
     query_row: Value,
     query_head: Value,
@@ -219,16 +225,20 @@ def _rotary_kernel(
     BLOCK: constexpr,
     REST: constexpr,
     PARTIAL: constexpr,
+    STEP: constexpr,
+    ANGLE_STEP: constexpr,
+    ONCE: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
     # One program per head and token: first the heads of the queries, then of the keys, then of the values.
     token, program, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     turns = program < heads + key_heads
-    low = tl.arange(0, BLOCK)
-    inside = low < half
-    turn = cos + row * cos_row + token * cos_token + low
-    tilt = sin + row * sin_row + token * sin_token + low
+    pair = tl.arange(0, BLOCK)
+    inside = pair < half
+    low = pair * STEP
+    turn = cos + row * cos_row + token * cos_token + pair * ANGLE_STEP
+    tilt = sin + row * sin_row + token * sin_token + pair * ANGLE_STEP
     if program < heads:
         source = query + row * query_row + program * query_head + token * query_token
         target = out + row * out_row + program * out_head
@@ -246,13 +256,13 @@ def _rotary_kernel(
     if SCATTER:
         slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
     cos_first = tl.load(turn, mask=inside & turns, other=0.0).to(tl.float32)
-    cos_second = tl.load(turn + second_half, mask=inside & turns, other=0.0).to(tl.float32)
+    cos_second = tl.load(turn + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
     sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
-    sin_second = tl.load(tilt + second_half, mask=inside & turns, other=0.0).to(tl.float32)
+    sin_second = tl.load(tilt + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
     rest = 2 * half + tl.arange(0, REST)
     dtype = out.dtype.element_ty
     first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
-    second = sum_partials(source + half + low, partial_stride, inside, dtype, SPLITS)
+    second = sum_partials(source + gap + low, partial_stride, inside, dtype, SPLITS)
     if PARTIAL:
         beyond = sum_partials(source + rest, partial_stride, rest < size, dtype, SPLITS)
     if turns:
@@ -264,17 +274,19 @@ def _rotary_kernel(
                 square += tl.sum(three * three, 0)
             root = tl.rsqrt(square / size + eps)
             first = _scaled(one * root, tl.load(weight + low, mask=inside, other=0.0), OFFSET, WIDE)
-            second = _scaled(two * root, tl.load(weight + half + low, mask=inside, other=0.0), OFFSET, WIDE)
+            second = _scaled(two * root, tl.load(weight + gap + low, mask=inside, other=0.0), OFFSET, WIDE)
             if PARTIAL:
                 beyond = _scaled(three * root, tl.load(weight + rest, mask=rest < size, other=0.0), OFFSET, WIDE)
         one, two = first.to(tl.float32), second.to(tl.float32)
-        # Each product is rounded before the sum, as separate torch operations round it.
-        left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
-        right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
+        if ONCE:
+            left, right = one * cos_first - two * sin_first, two * cos_second + one * sin_second
+        else:
+            left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
+            right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
         first, second = left.to(dtype), right.to(dtype)
     target += slot * token_stride
     tl.store(target + low, first, mask=inside)
-    tl.store(target + half + low, second, mask=inside)
+    tl.store(target + gap + low, second, mask=inside)
     if PARTIAL:
         tl.store(target + rest, beyond, mask=rest < size)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels.angles import angles
+from ..kernels.rotation import Table
 from ..model_state import every_module
 from .base import Replacement
 
@@ -20,17 +21,19 @@ class AnglesForward(Replacement):
 
     Args:
         module: the module.
-        halved: it returns them once, not for each half of a head.
+        table: where it puts the angle of pair i, see `Rotation`.
+        wide: it returns float32 whatever the dtype of the model is.
     """
 
-    def __init__(self, module: Any, halved: bool) -> None:
+    def __init__(self, module: Any, table: Table, wide: bool) -> None:
         super().__init__()
-        self.module, self.halved = module, halved
+        self.module, self.table, self.wide = module, table, wide
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = self.module.inv_freq
-        cos, sin = angles(position_ids, frequencies, self.module.attention_scaling, x.dtype)
-        if self.halved:
+        frequencies, dtype = self.module.inv_freq, torch.float32 if self.wide else x.dtype
+        scaling, neighbours = self.module.attention_scaling, self.table == "neighbours"
+        cos, sin = angles(position_ids, frequencies, scaling, dtype, neighbours)
+        if self.table == "once":
             cos, sin = cos[..., : len(frequencies)], sin[..., : len(frequencies)]
         return cos, sin
 
@@ -52,17 +55,18 @@ def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
     found: dict[nn.Module, AnglesForward] = {}
     x = model.get_input_embeddings().weight[:1, None]
     positions = POSITIONS.to(x.device)[None]
-    module: Any
     for module in every_module(model):
         if not looks_like_angles(module):
             continue
-        try:
-            own = module(x, positions)
-            ours = AnglesForward(module, own[0].shape[-1] == len(module.inv_freq))
-            pairs = zip(ours(x, positions), own, strict=True)
-            error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            continue
-        if error <= (1e-5 if x.dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
-            found[module] = ours
+        for table in get_args(Table):
+            try:
+                own = module(x, positions)
+                ours = AnglesForward(module, table, own[0].dtype == torch.float32)
+                pairs = zip(ours(x, positions), own, strict=True)
+                error = max(float((got.float() - expected.float()).abs().max()) for got, expected in pairs)
+            except (TypeError, ValueError, RuntimeError, AttributeError):
+                continue
+            if error <= (1e-5 if own[0].dtype == torch.float32 else 8e-3):  # two units in the last place of bfloat16
+                found[module] = ours
+                break
     return found

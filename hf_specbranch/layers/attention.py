@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.attention_interface import specbranch_attention
 from ..kernels.linear import Partials
-from ..kernels.norm import NormForm
+from ..kernels.norm import Norm, NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
+from ..kernels.rotation import HALVES, ROTATIONS, Rotation
+from ..kernels.width_norm import norm_widths
 from .base import Arguments, Replacement, submodules
-from .norm import Ahead, epsilon, looks_like_norm, shared_form
+from .norm import Ahead, looks_like_norm, parameters_of, shared_form
 from .product import Product, Tuned
 from .products import product_of
+
+OUTPUT_NAMES = ("o_proj", "dense")
+INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
+
+
+class AttentionForm(NamedTuple):
+    """What cannot be seen from the submodules of an attention."""
+
+    rotation: Rotation | None = HALVES
+    by_head: bool = False  # a joint projection holds q, k and v of the first head, then of the next; otherwise all q
 
 
 class AttentionForward(Replacement):
@@ -26,9 +38,9 @@ class AttentionForward(Replacement):
         inputs: the product that gives q, k and v.
         output: the product that reads the heads.
         ahead: shared by the replacements of the model.
-        form: of the norms of heads, where there are any.
+        form: the variant.
+        norms: of q and k, where there are any: of each head, or of the whole width.
         uncapped: the model's own attention ignores soft caps and sinks.
-        halved: cosines and sines are given once, not for each half of a head.
     """
 
     gives_partials = True
@@ -39,17 +51,16 @@ class AttentionForward(Replacement):
         inputs: Product,
         output: Product,
         ahead: Ahead,
-        form: NormForm,
+        form: AttentionForm,
+        norms: list[Norm],
         uncapped: bool,
-        halved: bool = False,
     ) -> None:
-        norms = head_norms(module)
-        super().__init__([*inputs.bypassed, *output.bypassed, *norms])
-        self.module, self.inputs, self.output, self.ahead = module, inputs, output, ahead
-        self.halved = halved
-        self.norm: HeadNorm | None = None
-        if norms:
-            self.norm = HeadNorm(module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm), form)
+        super().__init__([*inputs.bypassed, *output.bypassed, *head_norms(module)])
+        self.module, self.inputs, self.output, self.ahead, self.form = module, inputs, output, ahead, form
+        self.size = head_size(module)
+        of_heads = len(norms) == 2 and all(norm.weight.shape == (self.size,) for norm in norms)
+        self.norm = HeadNorm(norms[0].weight, norms[1].weight, norms[0].eps, norms[0].form) if of_heads else None
+        self.width_norms = [] if of_heads else norms
         self.softcap = None if uncapped else getattr(module, "attn_logit_softcapping", None)
         self.sinks = None if uncapped else getattr(module, "sinks", None)
 
@@ -59,22 +70,24 @@ class AttentionForward(Replacement):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor | Partials, None]:
         cos, sin = position_embeddings
-        layer = self.module.layer_idx
-        slots = slots_of(past_key_values, layer)
+        layer, dtype = self.module.layer_idx, hidden_states.dtype
+        cache = past_key_values if layer_past is None else layer_past
+        slots = slots_of(cache, layer)
         query, key, value = self._heads(hidden_states, whole=slots is None)
         if slots is not None:
-            query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.halved)
-            shown = past_key_values.layers[layer].address.shown
+            query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.form.rotation, dtype)
+            shown = cache.layers[layer].address.shown
             key, value = slots.keys[:, :, :shown], slots.values[:, :, :shown]
         else:
-            query, turned = rotary(query, key, None, cos, sin, self.norm, halved=self.halved)
+            query, turned = rotary(query, key, None, cos, sin, self.norm, None, self.form.rotation, dtype)
             assert turned is not None
             key = turned
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, layer)
+            if cache is not None:
+                key, value = cache.update(key, value, layer)
         out, _ = specbranch_attention(
             self.module, query, key, value, attention_mask, self.module.scaling, softcap=self.softcap, s_aux=self.sinks
         )
@@ -84,9 +97,13 @@ class AttentionForward(Replacement):
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
         product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
+        if self.width_norms:
+            product = norm_widths(product, *self.width_norms)
         splits, terms = ((len(product.terms),), product.terms) if isinstance(product, Partials) else ((), product)
-        heads = terms.view(*splits, *hidden_states.shape[:2], -1, self.module.head_dim).transpose(-2, -3)
-        query = self.output.in_features // self.module.head_dim
+        heads = terms.view(*splits, *hidden_states.shape[:2], -1, self.size).transpose(-2, -3)
+        if self.form.by_head:
+            return heads[..., 0::3, :, :], heads[..., 1::3, :, :], heads[..., 2::3, :, :]
+        query = self.output.in_features // self.size
         shared = (heads.shape[-3] - query) // 2
         first, second, third = torch.split(heads, [query, shared, shared], dim=-3)
         return first, second, third
@@ -100,38 +117,55 @@ class AttentionForward(Replacement):
     def _sharp(self, hidden_states: Tensor) -> Tensor:
         """Scale up until the scores differ by about 1."""
         products = [layer(hidden_states).float().pow(2).mean().sqrt() for layer in self.inputs.layers]
-        spread = products[0] * products[min(1, len(products) - 1)] * self.module.head_dim**0.5 * self.module.scaling
+        spread = products[0] * products[min(1, len(products) - 1)] * self.size**0.5 * self.module.scaling
         factor: Tensor = spread.clamp(1e-4, 1).rsqrt()
         return (hidden_states.float() * factor).to(hidden_states.dtype)
 
 
 def recognise_attention(
-    module: Any, tuned: Tuned, ahead: Ahead, forms: dict[nn.Module, NormForm], uncapped: bool, halved: bool
-) -> AttentionForward | None:
-    """Return a replacement if this looks like self-attention, with at most norms of the heads of q and k."""
+    module: Any, tuned: Tuned, ahead: Ahead, forms: dict[nn.Module, NormForm], uncapped: bool
+) -> list[AttentionForward]:
+    """Return a replacement for each variant that this may be if it looks like self-attention; otherwise nothing."""
     if not (layers := attention_inputs(module)):
-        return None
-    inputs, output = product_of(layers, tuned), product_of([module.o_proj], tuned)
-    form = shared_form(forms, head_norms(module))
+        return []
+    inputs, output = product_of(layers, tuned), product_of([attention_output(module)], tuned)
+    modules, size = head_norms(module), head_size(module)
+    form = shared_form(forms, modules)
     if inputs is None or output is None or form is None:
-        return None
+        return []
     shared = inputs.out_features - output.in_features
-    if output.in_features % module.head_dim or shared <= 0 or shared % (2 * module.head_dim):
-        return None
-    if any(norm.weight.shape != (module.head_dim,) for norm in head_norms(module)):
-        return None
-    return AttentionForward(module, inputs, output, ahead, form, uncapped, halved)
+    if output.in_features % size or shared <= 0 or shared % (2 * size):
+        return []
+    norms = [parameters_of(norm, form) for norm in modules]
+    widths = [len(norm.weight) for norm in norms]
+    if widths not in ([], [size, size], [output.in_features, shared // 2]):
+        return []
+    orders = (False, True) if len(layers) == 1 and shared == 2 * output.in_features and not norms else (False,)
+    variants = [AttentionForm(rotation, by_head) for by_head in orders for rotation in ROTATIONS]
+    return [AttentionForward(module, inputs, output, ahead, variant, norms, uncapped) for variant in variants]
 
 
 def attention_inputs(module: Any) -> Sequence[Any]:
     """Return the layers that read an attention's input: q, k and v, or one for all; nothing for other modules."""
-    names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    wanted = all(hasattr(module, name) for name in ("head_dim", "scaling", "layer_idx"))
-    return submodules(module, names) if wanted and submodules(module, ("o_proj",)) and _norms_fit(module) else []
+    known = all(hasattr(module, name) for name in ("scaling", "layer_idx")) and head_size(module)
+    if not known or attention_output(module) is None or not _norms_fit(module):
+        return []
+    return next((layers for names in INPUT_NAMES if (layers := submodules(module, names))), [])
+
+
+def attention_output(module: Any) -> Any:
+    """Return the layer that reads the heads; None for other modules."""
+    return next((layer for name in OUTPUT_NAMES for layer in submodules(module, (name,))), None)
+
+
+def head_size(module: Any) -> int:
+    """Return the dimensions of a head, under either of its names; 0 for other modules."""
+    size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    return size if isinstance(size, int) else 0
 
 
 def head_norms(module: Any) -> list[Any]:
-    """Return the norms of the heads of q and k; nothing where there are none."""
+    """Return the norms of q and k; nothing where there are none."""
     return [norm for norm in (getattr(module, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
 
 

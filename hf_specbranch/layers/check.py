@@ -5,18 +5,20 @@ Where an output projection is zero there is nothing to compare, so it is tempora
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.backend import references_only
 from ..kernels.parallel_build import is_dry_run
 from .base import Call, Replacement, tensor_of
 
 Forward = Callable[..., Any]
 F = TypeVar("F", bound=Forward)
+OUTPUTS = ("o_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h")  # the last products of attention and MLP
 
 
 def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) -> dict[nn.Module, F]:
@@ -30,6 +32,36 @@ def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) 
         for module, replacement in replacements.items()
         if errors[module] <= tolerance(_compared(replacement, calls[module].output).dtype)
     }
+
+
+def agreeing_variants(variants: Mapping[nn.Module, Sequence[F]], calls: dict[nn.Module, Call]) -> dict[nn.Module, F]:
+    """Return for each module one of its variants that agrees.
+
+    The variants of one module of a class are compared in torch: a kernel would be compiled for each. The others of the
+    class are probably of the same variant; where they are not, theirs are compared too.
+    """
+    usual: dict[type, int] = {}
+    for module, forwards in variants.items():
+        if type(module) not in usual:
+            usual[type(module)] = _closest(module, forwards, calls) or 0
+    found = agreeing(
+        {module: forwards[min(usual[type(module)], len(forwards) - 1)] for module, forwards in variants.items()}, calls
+    )
+    others = {
+        module: forwards[index]
+        for module, forwards in variants.items()
+        if module not in found and (index := _closest(module, forwards, calls)) is not None
+    }
+    return {**found, **agreeing(others, calls)}
+
+
+def _closest(module: nn.Module, forwards: Sequence[Forward], calls: dict[nn.Module, Call]) -> int | None:
+    """Return which of the variants is closest to the module; None if none agrees."""
+    if len(forwards) == 1:
+        return 0
+    with references_only():
+        errors = [errors_of({module: forward}, calls)[module] for forward in forwards]
+    return errors.index(min(errors)) if min(errors) <= tolerance(tensor_of(calls[module].output).dtype) else None
 
 
 @torch.no_grad()
@@ -60,7 +92,9 @@ def _one_of_each(replacements: Mapping[nn.Module, F]) -> dict[nn.Module, F]:
 def _distance(replacement: Forward, call: Call) -> Tensor:
     """Return |got - expected| / |expected|; 0 where both are zero. With ties, that of the middle token."""
     expected = _compared(replacement, call.output).float()
-    difference = _compared(replacement, replacement(*call.args, **_with_mask(call.kwargs))).float() - expected
+    difference = (
+        _compared(replacement, replacement(*call.args, **_with_mask(call.args, call.kwargs))).float() - expected
+    )
     dims = -1 if getattr(replacement, "has_ties", False) else None
     distance: Tensor = torch.linalg.vector_norm(difference, dim=dims)
     return torch.where(distance == 0, distance, distance / torch.linalg.vector_norm(expected, dim=dims)).median()
@@ -86,7 +120,7 @@ def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -
 
 def _output_weights(module: nn.Module) -> list[Tensor]:
     """Return the weights of the last products of attention and MLP, in this module or below."""
-    products = (getattr(inner, name, None) for inner in module.modules() for name in ("o_proj", "down_proj"))
+    products = (getattr(inner, name, None) for inner in module.modules() for name in OUTPUTS)
     weights = (product.weight if type(product) is nn.Linear else product for product in products)
     return [weight for weight in weights if type(weight) is nn.Parameter and not weight.is_meta]
 
@@ -126,9 +160,9 @@ def _noise(like: Tensor, scale: float) -> Tensor:
     return torch.empty_like(like).normal_(std=scale, generator=generator)
 
 
-def _with_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with an explicit causal mask, so that a replaced attention takes the split kernel."""
-    states = kwargs.get("hidden_states")
+def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords with an explicit causal mask, so that a replaced attention takes the split kernel."""
+    states = kwargs.get("hidden_states", args[0] if args else None)
     if "attention_mask" not in kwargs or kwargs["attention_mask"] is not None or states is None:
         return kwargs
     length = states.shape[1]

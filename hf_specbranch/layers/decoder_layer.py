@@ -2,63 +2,106 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels.linear import Partials
-from ..kernels.norm import NormForm
+from ..kernels.norm import Norm, NormForm, add_norm
 from .base import Arguments, Replacement, gives_partials, layer_done, submodules, untouched
 from .mixture import looks_like_mixture
-from .norm import Ahead, shared_form
+from .norm import Ahead, parameters_of, shared_form
+
+
+class Structure(NamedTuple):
+    """Where a decoder layer has norms, by their names, and how attention and MLP are connected.
+
+    Serial: y = x + after_attention(attention(before_attention(x))), then y + after_mlp(mlp(before_mlp(y))).
+    Parallel: x + attention(before_attention(x)) + mlp(before_mlp(x)).
+    """
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+    parallel: bool = False
+
+    @property
+    def norms(self) -> set[str]:
+        """The names of the norms."""
+        return {name for name in self[:4] if name is not None}
+
+
+INPUT, POST_ATTENTION = "input_layernorm", "post_attention_layernorm"
+STRUCTURES = (
+    Structure(INPUT, None, POST_ATTENTION, None),  # Llama
+    Structure(INPUT, POST_ATTENTION, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2
+    Structure(INPUT, "post_self_attn_layernorm", POST_ATTENTION, "post_mlp_layernorm"),  # GLM-4
+    Structure(None, POST_ATTENTION, None, "post_feedforward_layernorm"),  # OLMo 2
+    Structure(INPUT, None, INPUT, None, parallel=True),  # Cohere, Phi
+    Structure(INPUT, None, POST_ATTENTION, None, parallel=True),  # GPT-NeoX
+)
+NORM_NAMES = set().union(*(structure.norms for structure in STRUCTURES))
+ATTENTION_NAMES = ("self_attn", "attention")
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 
 class LayerForward(Replacement):
-    """Replaces a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)). The next norm's kernel does each sum.
-
-    Gemma 2 and 3 also normalise the outputs of attention and mlp ("sandwich").
+    """Replaces a decoder layer. The kernel of the next norm does each sum of a residual.
 
     Args:
         module: the layer.
+        structure: of the layer.
         ahead: shared by the replacements of the model.
         form: of all its norms.
         following: the norm that reads this layer's output, if it is of the same form.
     """
 
-    def __init__(self, module: Any, ahead: Ahead, form: NormForm, following: nn.Module | None) -> None:
+    def __init__(
+        self, module: Any, structure: Structure, ahead: Ahead, form: NormForm, following: nn.Module | None
+    ) -> None:
         super().__init__([*layer_norms(module), *([] if following is None else [following])])
-        self.module, self.ahead, self.form, self.following = module, ahead, form, following
-        self.sandwich = hasattr(module, "pre_feedforward_layernorm")
+        self.module, self.structure, self.ahead, self.form, self.following = module, structure, ahead, form, following
+        self.attention = attention_of(module)
+        self.scale = float(getattr(module, "residual_multiplier", 1.0))
         self.has_ties = looks_like_mixture(module.mlp)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        module, ahead, form = self.module, self.ahead, self.form
-        ahead.sums_partials = not self.sandwich and gives_partials(module.self_attn)
-        out, *_ = module.self_attn(
-            hidden_states=ahead.normed(hidden_states, module.input_layernorm, form),
-            **dict(zip(("attention_mask", "position_ids", "past_key_values"), args)),
-            **kwargs,
+        structure, residual = self.structure, hidden_states
+        names = ("attention_mask", "position_ids", "past_key_values")
+        self.ahead.sums_partials = gives_partials(self.attention)
+        out, *_ = self.attention(
+            hidden_states=self._normed(residual, structure.before_attention), **dict(zip(names, args)), **kwargs
         )
-        middle = module.post_attention_layernorm
-        if self.sandwich:
-            out, middle = ahead.normed(out, middle, form), module.pre_feedforward_layernorm
-        normed, residual = ahead.add_norm(out, hidden_states, middle, form)
-        ahead.sums_partials = not self.sandwich and self.following is not None and gives_partials(module.mlp)
-        out = module.mlp(normed)
+        also = None
+        if structure.parallel:
+            also, first = out, None
+            normed = self._normed(residual, structure.before_mlp)
+        else:
+            first = self._norm(structure.after_mlp)
+            middle, residual = add_norm(
+                out, residual, self._norm(structure.before_mlp), self._norm(structure.after_attention), scale=self.scale
+            )
+            normed = residual if middle is None else middle
+        self.ahead.sums_partials = gives_partials(self.module.mlp)
+        out = self.module.mlp(normed)
         if not isinstance(out, Tensor | Partials):
             out = out[0]  # some mixtures also return the weights of their experts
-        ahead.sums_partials = False
-        if self.sandwich:
-            out = ahead.normed(out, module.post_feedforward_layernorm, form)
-        if self.following is None:
-            total = residual + torch.as_tensor(out)
-        else:
-            normed, total = ahead.add_norm(out, residual, self.following, form)
-            ahead.known = total, self.following, normed
+        self.ahead.sums_partials = False
+        after = None if self.following is None else parameters_of(self.following, self.form)
+        normed_total, total = add_norm(out, residual, after, first, also, self.scale)
+        if self.following is not None and normed_total is not None:
+            self.ahead.known = total, self.following, normed_total
         layer_done()
         return total
+
+    def _norm(self, name: str | None) -> Norm | None:
+        return None if name is None else parameters_of(getattr(self.module, name), self.form)
+
+    def _normed(self, x: Tensor, name: str | None) -> Tensor:
+        return x if name is None else self.ahead.normed(x, getattr(self.module, name), self.form)
 
     def telling_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Make the residual small: next to a large one, what a layer adds is lost in rounding."""
@@ -67,33 +110,53 @@ class LayerForward(Replacement):
 
 def recognise_layers(
     model: PreTrainedModel, layers: list[nn.Module], forms: dict[nn.Module, NormForm], ahead: Ahead
-) -> dict[nn.Module, LayerForward]:
-    """Return replacements for these layers, which follow each other, where their norms are known and alike."""
-    found: dict[nn.Module, LayerForward] = {}
+) -> dict[nn.Module, list[LayerForward]]:
+    """Return replacements for these layers, which follow each other, one for each structure that a layer may have."""
+    found: dict[nn.Module, list[LayerForward]] = {}
     for layer, following in zip(layers, [*layers[1:], None]):
         form = shared_form(forms, layer_norms(layer))
         if form is None:
             continue
-        after: Any = getattr(following, "input_layernorm", None) if following else _final_norm(model)
+        after = _final_norm(model) if following is None else _first_norm(following)
         usable = after in forms and forms[after] == form and untouched(after)
-        found[layer] = LayerForward(layer, ahead, form, after if usable else None)
+        found[layer] = [
+            LayerForward(layer, structure, ahead, form, after if usable else None)
+            for structure in structures_of(layer)
+            if not (structure.parallel and hasattr(layer, "residual_multiplier"))
+        ]
     return found
 
 
+def structures_of(module: nn.Module) -> list[Structure]:
+    """Return the structures that a layer with these norms may have."""
+    names = {name for name, _ in module.named_children()} & NORM_NAMES
+    return [structure for structure in STRUCTURES if structure.norms == names]
+
+
 def looks_like_layer(module: Any) -> bool:
-    """Return whether a module has attention and MLP, with a norm before each."""
-    return bool(submodules(module, ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")))
+    """Return whether a module has attention, an MLP and norms in a known structure."""
+    return bool(attention_of(module) and submodules(module, ("mlp",)) and structures_of(module))
+
+
+def attention_of(module: Any) -> Any:
+    """Return the attention of a layer, under one of its names; None if there is none."""
+    found = [inner for name in ATTENTION_NAMES for inner in submodules(module, (name,))]
+    return found[0] if found else None
 
 
 def layer_norms(module: Any) -> list[nn.Module]:
     """Return the norms that a layer applies itself."""
-    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    return [getattr(module, name) for name in names if hasattr(module, name)]
+    return [inner for name, inner in module.named_children() if name in NORM_NAMES]
 
 
-def _final_norm(model: PreTrainedModel) -> nn.Module | None:
-    norm = getattr(model.base_model, "norm", None)
-    return norm if isinstance(norm, nn.Module) else None
+def _first_norm(layer: nn.Module) -> Any:
+    name = structures_of(layer)[0].before_attention
+    return None if name is None else getattr(layer, name)
+
+
+def _final_norm(model: PreTrainedModel) -> Any:
+    found = [norm for name in FINAL_NORMS for norm in submodules(model.base_model, (name,))]
+    return found[0] if found else None
 
 
 def _with_small_residual(hidden_states: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernels.backend import FLOATS
-from ..kernels.linear import Partials
-from ..kernels.norm import FORMS, PLAIN, NormForm, rms_norm, rms_norm_reference
+from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, add_norm, norm_reference
 from .base import Call, Replacement, untouched
 from .check import agreeing, distinguishing_call, errors_of
 
@@ -32,15 +31,13 @@ class Ahead:
         """Return norm(x), which the kernel that computed x may have computed too."""
         if self.known is not None and self.known[0] is x and self.known[1] is norm:
             return self.known[2]
-        return rms_norm(x, norm.weight, epsilon(norm), form=form)[0]
-
-    def add_norm(self, x: Tensor | Partials, residual: Tensor, norm: Any, form: NormForm) -> tuple[Tensor, Tensor]:
-        """Return norm(x + residual) and x + residual."""
-        return rms_norm(x, norm.weight, epsilon(norm), residual, form)
+        normed, _ = add_norm(x, None, parameters_of(norm, form))
+        assert normed is not None
+        return normed
 
 
 class NormForward(Replacement):
-    """Replaces RMSNorm, or LayerNorm without a bias."""
+    """Replaces RMSNorm or LayerNorm."""
 
     def __init__(self, module: nn.Module, ahead: Ahead, form: NormForm) -> None:
         super().__init__()
@@ -51,10 +48,10 @@ class NormForward(Replacement):
 
 
 def looks_like_norm(module: Any) -> bool:
-    """Return whether a module has a weight, an epsilon and nothing else."""
+    """Return whether a module has a weight, an epsilon, perhaps a bias, and nothing else."""
     return (
         (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
-        and [name for name, _ in module.named_parameters()] == ["weight"]
+        and [name for name, _ in module.named_parameters()] in (["weight"], ["weight", "bias"])
         and module.weight.dim() == 1
         and module.weight.dtype in FLOATS
     )
@@ -64,6 +61,11 @@ def epsilon(norm: Any) -> float:
     """Return the epsilon of a norm, under either of its names."""
     value: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return value
+
+
+def parameters_of(norm: Any, form: NormForm) -> Norm:
+    """Return what the kernels need of a norm."""
+    return Norm(norm.weight, epsilon(norm), form, getattr(norm, "bias", None))
 
 
 def recognise_norms(calls: dict[nn.Module, Call], ahead: Ahead) -> dict[nn.Module, NormForward]:
@@ -95,4 +97,4 @@ def _closest_form(modules: list[nn.Module], calls: dict[nn.Module, Call]) -> Nor
 
 
 def _norm_in_torch(module: Any, hidden_states: Tensor, form: NormForm) -> Tensor:
-    return rms_norm_reference(hidden_states, module.weight, epsilon(module), form=form)[0]
+    return norm_reference(hidden_states, parameters_of(module, form))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.gated import Activation, gated, gated_product
-from ..kernels.linear import Partials, Plan, linear, linear_split_k
+from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
@@ -38,6 +39,10 @@ class Tuned:
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         """Compute act(gate) * up, where W holds the rows of both."""
         return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
+
+    def activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: MlpActivation) -> Tensor:
+        """Compute act(x W^T + bias)."""
+        return activated_product(x, weight, bias, activation, self._plan(x, weight, "whole"))
 
     def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
         if not x.is_cuda:
@@ -78,3 +83,7 @@ class Product:
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Compute act(gate) * up, where the first half of the product is the gate."""
         return gated(self(x), activation)
+
+    def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
+        """Compute act(product)."""
+        return activate(self(x), activation)

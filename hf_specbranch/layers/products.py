@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activation import MlpActivation
 from ..kernels.backend import FLOATS
 from ..kernels.gated import Activation
 from ..kernels.linear import Partials
@@ -38,6 +39,11 @@ class PlainProduct(Product):
         if (one := self._as_one()) is None:
             return super().gated(x, activation)
         return self.tuned.gated(x, *one, activation)
+
+    def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
+        if (one := self._as_one()) is None:
+            return super().activated(x, activation)
+        return self.tuned.activated(x, *one, activation)
 
     def _as_one(self) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias of all layers, if they are joined. They may have been replaced since the last pass."""

@@ -1,9 +1,10 @@
 """Which modules of a model the kernels can replace.
 
 Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
-and an epsilon; experts and a router). A few tokens then run through the model. The output of every candidate is
-compared with that of its replacement forward on the same input, and a module that differs is not replaced. No names of
-models or classes are used.
+and an epsilon; experts and a router). A few tokens then run through the model. What the submodules do not tell, such as
+which dimensions are rotated together, is found by trial. The output of every candidate is compared with that of its
+replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
+used.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from transformers import PreTrainedModel
 from ..kernels.attention_interface import override_attention
 from ..model_state import every_module
 from .angles import recognise_angles
-from .attention import attention_inputs, recognise_attention
+from .attention import AttentionForward, attention_inputs, recognise_attention
 from .base import Call, Replacement
-from .check import agreeing, evaluating, tolerance
+from .check import agreeing, agreeing_variants, evaluating, tolerance
 from .decoder_layer import looks_like_layer, recognise_layers
 from .mixture import looks_like_experts, looks_like_mixture, recognise_experts, recognise_mixture
 from .mlp import mlp_inputs, recognise_mlp
@@ -46,21 +47,24 @@ def recognise(
     norms = recognise_norms(calls, ahead)
     forms = {module: forward.form for module, forward in norms.items()}
     candidates: dict[nn.Module, Replacement] = {}
-    handoff, angles = Handoff(), recognise_angles(model)
-    halved = any(each.halved for each in angles.values())
+    attentions: dict[nn.Module, list[AttentionForward]] = {}
+    handoff = Handoff()
     for module, call in calls.items():
+        if variants := recognise_attention(module, tuned, ahead, forms, uncapped):
+            attentions[module] = variants
+            continue
         found = (
             recognise_mlp(module, tuned, ahead)
-            or recognise_attention(module, tuned, ahead, forms, uncapped, halved)
             or recognise_router(module, call, tuned, handoff)
             or recognise_experts(module, handoff)
             or recognise_mixture(module, call, handoff, ahead)
         )
         if found is not None:
             candidates[module] = found
-    replacements: dict[nn.Module, Replacement] = {**norms, **angles, **agreeing(candidates, calls)}
+    replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
+    replacements |= agreeing_variants(attentions, calls)
     layers = [module for module in calls if looks_like_layer(module)]
-    return replacements | agreeing(recognise_layers(model, layers, forms, ahead), calls)
+    return replacements | agreeing_variants(recognise_layers(model, layers, forms, ahead), calls)
 
 
 def readers_of_one_input(model: PreTrainedModel) -> list[list[Any]]:
