@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ class ModelState:
         mask_makers: the masks under which the model computes the right logits, by state of its adapters, dtype and
             attention implementation (`runtime.mask_probe`).
         padding_is_plain: whether padded batches are read as plain `generate()` reads them (`padding_check`).
-        sync_reason: why a forward cannot be captured, empty if it can (`runtime.cuda_graph`).
-        kernel_check: the model's fingerprint when its kernels were checked, and how they may be used
-            (`runtime.self_check.KernelUse`).
+        sync_reasons: why a forward cannot be captured, empty if it can, by state of the adapters
+            (`runtime.cuda_graph`).
+        kernel_checks: how kernels may be used (`runtime.self_check.KernelUse`), by the model's fingerprint when they
+            were checked; the latest few.
         kernel_recipe: which modules our kernels replace, and how (`layers.fuse`).
         kernel_lock: held while a thread runs the model through our kernels, joins its weights, or compares passes.
         idle_runners: runners with their graphs and caches, waiting for the next call (`runtime.idle_runners`).
@@ -36,8 +37,8 @@ class ModelState:
 
     mask_makers: dict[Hashable, Any] = field(default_factory=dict)
     padding_is_plain: bool | None = None
-    sync_reason: str | None = None
-    kernel_check: tuple[int, str] | None = None
+    sync_reasons: dict[Hashable, str] = field(default_factory=dict)
+    kernel_checks: dict[int, str] = field(default_factory=dict)
     kernel_recipe: Any = None
     kernel_lock: Any = field(default_factory=RLock)
     idle_runners: list[Any] = field(default_factory=list)
@@ -186,7 +187,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_state(model: nn.Module) -> Hashable:
-    """Return which adapters are active, disabled and merged, layer by layer; None without adapters.
+    """Return which adapters are active, disabled and merged, and their scaling, layer by layer; None without adapters.
 
     What is remembered about a model holds for one such state.
     """
@@ -195,10 +196,65 @@ def adapter_state(model: nn.Module) -> Hashable:
     state = []
     for module in every_module(model):
         if type(module).__module__.startswith("peft."):
-            active = tuple(getattr(module, "active_adapters", ()))
+            disabled = bool(getattr(module, "disable_adapters", False))
+            active = () if disabled else tuple(getattr(module, "active_adapters", ()))
             merged = tuple(getattr(module, "merged_adapters", ()))
-            state.append((type(module).__name__, active, bool(getattr(module, "disable_adapters", False)), merged))
+            scaling = getattr(module, "scaling", None)
+            scales = tuple(scaling.get(name) for name in active) if isinstance(scaling, dict) else ()
+            numbers = tuple(scale for scale in scales if isinstance(scale, int | float))
+            state.append((type(module).__name__, active, disabled, merged, numbers))
     return tuple(state)
+
+
+def is_lora(module: Any) -> bool:
+    """Return whether PEFT has put plain LoRA around a linear layer: W x + sum of scale * B (A x), and no variant."""
+    kind = type(module)
+    return (
+        (kind.__module__, kind.__qualname__) == ("peft.tuners.lora.layer", "Linear")
+        and not getattr(module, "lora_variant", None)
+        and not any(module.use_dora.values())
+    )
+
+
+def adapters_in_use(module: Any) -> list[str]:
+    """Return the adapters that a LoRA layer adds to its base layer now, in the order in which it adds them."""
+    if module.disable_adapters or module.merged:
+        return []
+    return [name for name in module.active_adapters if name in module.lora_A]
+
+
+def modules_in_use(model: nn.Module) -> list[nn.Module]:
+    """Return all modules inside a model, except those of LoRA adapters that take no part in a pass."""
+    modules = every_module(model)
+    if not has_adapters(model):
+        return modules
+    unused: set[nn.Module] = set()
+    for module in modules:
+        if is_lora(module):
+            used, layer = adapters_in_use(module), cast(Any, module)
+            for held in (layer.lora_A, layer.lora_B, layer.lora_dropout):
+                unused.update(held[name] for name in held if name not in used)
+    return [module for module in modules if module not in unused]
+
+
+def tensors_in_use(model: nn.Module) -> list[Tensor]:
+    """Return the plain tensors that hold the parameters and buffers of `modules_in_use`, each once."""
+    modules = modules_in_use(model)
+    parameters = (tensor for module in modules for tensor in module._parameters.values())
+    buffers = (tensor for module in modules for tensor in module._buffers.values())
+    held = {id(tensor): tensor for tensor in (*parameters, *buffers) if tensor is not None}
+    return [part for tensor in held.values() for part in _parts(tensor)]
+
+
+def unmerge_disabled(model: nn.Module) -> None:
+    """Unmerge adapters that are both merged and disabled, as their first pass would."""
+    if not has_adapters(model):
+        return
+    for module in every_module(model):
+        if getattr(module, "disable_adapters", False) and getattr(module, "merged_adapters", ()):
+            if callable(unmerge := getattr(module, "unmerge", None)):
+                with state_of(model).kernel_lock:
+                    unmerge()
 
 
 def why_adapters_need_plain(model: PreTrainedModel) -> str:

@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import SpecBranchConfig
 from ..layers import fused
 from ..mixin import specbranch
-from ..model_state import every_module, state_of
+from ..model_state import adapter_state, every_module, state_of
 from ..progress import Progress
+from ..runtime.cuda_graph import fingerprint
 from ..runtime.selection import release
 from ..stats import SpecBranchStats
 from .limit import copy_bandwidth, token_cost
@@ -213,16 +214,15 @@ def why_slow(model: PreTrainedModel, stats: SpecBranchStats) -> str:
     """Return why a model on a GPU ran without graphs or kernels; empty if it did not."""
     state = state_of(model)
     if stats.runtime != "graph":
-        return state.warned_eager or state.sync_reason or ""
-    without_kernels = state.kernel_check is not None and state.kernel_check[1] == "none"
+        return state.warned_eager or state.sync_reasons.get(adapter_state(model), "")
+    without_kernels = state.kernel_checks.get(fingerprint(model)) == "none"
     return stats.slowed_by or ("a pass through our kernels differs from its own" if without_kernels else "")
 
 
 @torch.no_grad()
 def fused_modules(model: PreTrainedModel) -> dict[str, int]:
     """Return how many modules of a model run through our kernels, by kind of replacement."""
-    check = state_of(model).kernel_check
-    if check is None or check[1] == "none":
+    if state_of(model).kernel_checks.get(fingerprint(model), "none") == "none":
         return {}
     with fused(model):
         replacements = [getattr(vars(module).get("forward"), "ours", None) for module in every_module(model)]

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import references_only
 from ..kernels.parallel_build import is_dry_run
+from ..model_state import is_lora
 from .base import Call, Replacement, tensor_of
+from .lora import base_of
 
 Forward = Callable[..., Any]
 F = TypeVar("F", bound=Forward)
@@ -119,8 +121,10 @@ def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -
 
 
 def _output_weights(module: nn.Module) -> list[Tensor]:
-    """Return the weights of the last products of attention and MLP, in this module or below."""
-    products = (getattr(inner, name, None) for inner in module.modules() for name in OUTPUTS)
+    """Return the weights of the last products of attention, MLP and adapters, in this module or below."""
+    found = (getattr(inner, name, None) for inner in module.modules() for name in OUTPUTS)
+    adapters = (up for inner in module.modules() if is_lora(inner) for up in cast(Any, inner).lora_B.values())
+    products = (*(base_of(product) for product in found), *adapters)
     weights = (product.weight if type(product) is nn.Linear else product for product in products)
     return [weight for weight in weights if type(weight) is nn.Parameter and not weight.is_meta]
 

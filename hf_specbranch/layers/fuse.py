@@ -22,6 +22,7 @@ from ..kernels.parallel_build import build_in_parallel, is_dry_run
 from ..model_state import every_module, state_of
 from .attention import AttentionForward
 from .base import Call, Replacement, ThreadForward, untouched
+from .lora import base_of
 from .norm import Ahead
 from .product import Product, Tuned, Weights
 from .products import LinearForward, PlainProduct, is_plain, quantised_layers, tensors_to_join
@@ -63,7 +64,8 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo = fuse(target)
         >>> undo()
     """
-    groups = [group for layers in readers_of_one_input(model) for group in tensors_to_join(layers)]
+    readers = [[base_of(layer) for layer in layers] for layers in readers_of_one_input(model)]
+    groups = [group for layers in readers for group in tensors_to_join(layers)]
     if any(joinable(group) for group in groups):
         with state_of(model).kernel_lock:
             _join_all(groups)
@@ -218,10 +220,10 @@ def _valid(model: PreTrainedModel, recipe: Recipe) -> Iterator[tuple[nn.Module, 
 
 
 def _joinable_readers(model: PreTrainedModel) -> list[Sequence[nn.Linear]]:
-    """Return the plain linear layers that could be one product, all or none of them with a bias."""
+    """Return the plain linear layers that could be one product, all or none of them with a bias; without adapters."""
     return [
         layers
-        for layers in readers_of_one_input(model)
+        for layers in ([base_of(layer) for layer in layers] for layers in readers_of_one_input(model))
         if all(is_plain(layer) for layer in layers) and len({layer.bias is None for layer in layers}) == 1
     ]
 

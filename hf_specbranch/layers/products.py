@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.activation import MlpActivation
+from ..kernels.autotune import Kind
 from ..kernels.backend import FLOATS
 from ..kernels.gated import Activation
-from ..kernels.linear import Partials
+from ..kernels.linear import Partials, Plan
+from ..kernels.lora import USUAL_PLAN, lora_fits, lora_gated_product, lora_product
+from ..kernels.low_rank import LowRank
 from .base import Replacement, untouched
+from .lora import Term, add_terms, base_of, is_wrapped, low_rank, terms_of
 from .product import Product, Tuned
 from .storage import joined
 
@@ -53,12 +57,77 @@ class PlainProduct(Product):
         return None if weight is None or (bias is None) == bool(biases) else (weight, bias)
 
 
+class LoraProduct(Product):
+    """The product of linear layers, some or all of them with LoRA adapters around them.
+
+    Which adapters are active may change from pass to pass. The kernels take one adapter per layer; torch adds others.
+
+    Args:
+        layers: the layers, with adapters.
+        base: the product of the layers without adapters.
+        tuned: finds plans.
+    """
+
+    def __init__(self, layers: Sequence[Any], base: Product, tuned: Tuned) -> None:
+        super().__init__(layers)
+        self.base, self.tuned = base, tuned
+        self.sizes = [int(layer.out_features) for layer in layers]
+
+    @property
+    def bypassed(self) -> list[nn.Module]:
+        inner = {module for layer in self.base.layers for module in layer.modules()}
+        return [*self.base.bypassed, *(module for module in super().bypassed if module not in inner)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if (terms := self._terms()) is None:
+            return torch.cat([layer(x) for layer in self.layers], dim=-1)
+        if not any(terms):
+            return self.base(x)
+        if (found := self._for_kernel(x, terms, "whole")) is None:
+            return add_terms(self.base(x), x, terms, self.sizes)
+        product = lora_product(x, *found)
+        assert not isinstance(product, Partials)
+        return product
+
+    def split_k(self, x: Tensor) -> Tensor | Partials:
+        if (terms := self._terms()) is None or not any(terms):
+            return self(x) if terms is None else self.base.split_k(x)
+        found = self._for_kernel(x, terms, "split-k")
+        return self(x) if found is None else lora_product(x, *found)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        if (terms := self._terms()) is None or not any(terms):
+            return super().gated(x, activation) if terms is None else self.base.gated(x, activation)
+        found = self._for_kernel(x, terms, "gated")
+        return super().gated(x, activation) if found is None else lora_gated_product(x, *found, activation)
+
+    def _terms(self) -> list[list[Term]] | None:
+        """Return what adapters add to each layer now; None where only their own code will do."""
+        terms = [found for layer in self.layers if (found := terms_of(layer)) is not None]
+        return terms if len(terms) == len(self.layers) else None
+
+    def _for_kernel(
+        self, x: Tensor, terms: list[list[Term]], kind: Kind
+    ) -> tuple[Tensor, Tensor | None, LowRank, Plan] | None:
+        """Return weight, bias, adapters and plan, if the kernels can compute this product."""
+        one = self.base._as_one() if isinstance(self.base, PlainProduct) else None
+        adapters = low_rank(terms, self.sizes)
+        if one is None or adapters is None or not lora_fits(x, *one, adapters, USUAL_PLAN):
+            return None
+        plan = self.tuned._plan(x, one[0], kind) or USUAL_PLAN
+        return (*one, adapters, plan) if lora_fits(x, *one, adapters, plan) else None
+
+
 class SideBySide(Product):
     """Products of different kinds that read one input, concatenated."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         super().__init__([layer for product in products for layer in product.layers])
         self.products = products
+
+    @property
+    def bypassed(self) -> list[nn.Module]:
+        return [module for product in self.products for module in product.bypassed]
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([product(x) for product in self.products], dim=-1)
@@ -82,12 +151,16 @@ def product_of(layers: Sequence[Any], tuned: Tuned) -> Product | None:
     if all(is_plain(layer) for layer in layers):
         alike = len({layer.bias is None for layer in layers}) == 1
         return PlainProduct(layers, tuned) if alike else SideBySide([PlainProduct([layer], tuned) for layer in layers])
+    bases = [base_of(layer) for layer in layers]
+    if any(base is not layer for base, layer in zip(bases, layers)):
+        base = product_of(bases, tuned)
+        return None if base is None else LoraProduct(layers, base, tuned)
     from .quantised import quantised_product  # loaded for quantised models only
 
     if (quantised := quantised_product(layers, tuned)) is not None:
         return quantised
     if len(layers) == 1:
-        return OwnProduct(layers) if _is_leaf(layers[0]) else None
+        return OwnProduct(layers) if _is_leaf(layers[0]) or is_wrapped(layers[0]) else None
     products = [product for layer in layers if (product := product_of([layer], tuned)) is not None]
     return SideBySide(products) if len(products) == len(layers) else None
 

@@ -23,7 +23,7 @@ from ..kernels import build_in_parallel
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import SPANS
 from ..layers import can_build_in_parallel, fuse, fused
-from ..model_state import every_module, every_tensor, state_of
+from ..model_state import adapter_state, modules_in_use, state_of, tensors_in_use
 from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
@@ -37,6 +37,7 @@ _sync_mode = Lock()  # torch's mode of warning about synchronisation is the same
 Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote them, or through our kernels
 MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
 MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
+MOST_CHECKS = 64  # states of a model (weights, adapters, modes) whose kernel check is remembered
 MOST_BUFFERS = 64  # settings whose static buffers and captured stages are kept; the least recently used go first
 COLUMNS = 1 << 13  # the width of buffers that are indexed by column; four times as much for a longer text
 LIMIT = 1 << 17  # slots that addresses are reserved for; a longer text moves the cache, and graphs are captured again
@@ -78,7 +79,7 @@ class GraphRunner(EagerRunner):
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.buffers_by_settings: dict[Hashable, StaticBuffers] = {}
         self.fingerprint = 0  # of the model when the runner was created
-        self.purpose, self.last_used = (0, ""), 0  # see `idle_runners.Idle`
+        self.purpose, self.last_used = (0, "", 0), 0  # see `idle_runners.Idle`
 
     @cached_property
     def graph_memory(self) -> GraphMemory:
@@ -222,11 +223,11 @@ class GraphRunner(EagerRunner):
 def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     """Return "fused" if a whole pass through our kernels agrees with the model's own pass, else "plain".
 
-    The result is kept with the model until its fingerprint changes.
+    The result is kept with the model for its fingerprint.
     """
     fuse(model)
-    now, state = fingerprint(model), state_of(model)
-    if state.kernel_check is None or state.kernel_check[0] != now:
+    now, checks = fingerprint(model), state_of(model).kernel_checks
+    if now not in checks:
         runner = GraphRunner(model, masks, "fused", takes_spans=True)
         runner.reserve(rows, SMALLEST)
         logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
@@ -234,8 +235,10 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
             kept = check_kernels(model, masks)
             if kept != "none":
                 save_check(model, "kernels", kept)
-        state.kernel_check = now, kept
-    return "plain" if state.kernel_check[1] == "none" else "fused"
+        checks[now] = kept
+        while len(checks) > MOST_CHECKS:
+            del checks[next(iter(checks))]
+    return "plain" if checks[now] == "none" else "fused"
 
 
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
@@ -243,16 +246,16 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
 
     A forward that waits for the device (for example to route tokens to experts) cannot be part of a CUDA graph.
     """
-    state = state_of(model)
-    if state.sync_reason is None and load_check(model, "syncs") is False:
-        state.sync_reason = ""
-    if state.sync_reason is None:
+    reasons, adapters = state_of(model).sync_reasons, adapter_state(model)
+    if adapters not in reasons and load_check(model, "syncs") is False:
+        return reasons.setdefault(adapters, "")
+    if adapters not in reasons:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         runner = EagerRunner(model, masks)
         runner.reserve(1, 1)
         sees_itself = torch.ones((1, 1, 1), dtype=torch.bool, device=tokens.device)
         forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
-        with state.kernel_lock, torch.no_grad(), warnings.catch_warnings():
+        with state_of(model).kernel_lock, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reason = _why_it_syncs(forward)
             if reason:
@@ -265,8 +268,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
         else:
             save_check(model, "syncs", False)
-        state.sync_reason = reason
-    return state.sync_reason
+        reasons[adapters] = reason
+    return reasons[adapters]
 
 
 def _why_it_syncs(forward: Callable[[], object]) -> str:
@@ -307,15 +310,15 @@ def _why_replay_differs(forward: Callable[[], Step]) -> str:
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
-    """Return a runner for this model and batch size, from an earlier generation if it still fits the model."""
-    idle = cast("GraphRunner | None", idle_runners.pop(model, (rows, layers)))
+    """Return a runner for a model, its active adapters and a batch size, an earlier one if it still fits the model."""
+    purpose = rows, layers, hash(adapter_state(model))
+    idle = cast("GraphRunner | None", idle_runners.pop(model, purpose))
     if idle is None or idle.fingerprint != fingerprint(model):
         if layers == "fused":
             fuse(model)
-        check = state_of(model).kernel_check
-        takes_spans = layers == "fused" and check is not None and check[1] == "spans"
-        runner = GraphRunner(model, masks, layers, takes_spans)
-        runner.fingerprint, runner.purpose = fingerprint(model), (rows, layers)
+        check = state_of(model).kernel_checks.get(now := fingerprint(model))
+        runner = GraphRunner(model, masks, layers, takes_spans=layers == "fused" and check == "spans")
+        runner.fingerprint, runner.purpose = now, purpose
         return runner
     idle.model, idle.masks, idle.takes_spans = model, masks, idle.can_take_spans
     idle.cache.forget()
@@ -333,9 +336,9 @@ def give_back(runner: GraphRunner, budget: float) -> None:
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Return a number that changes with everything a CUDA graph has baked in: addresses of weights, dtypes, modes."""
-    weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in every_tensor(model))
-    training = tuple(module.training for module in every_module(model))
+    """Return a number that changes with all that a CUDA graph has baked in: addresses, dtypes, adapters, modes."""
+    weights = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors_in_use(model))
+    training = tuple(module.training for module in modules_in_use(model))
     config = model.config.get_text_config(decoder=True)
     modes = (
         original_attention(config),
@@ -344,4 +347,4 @@ def fingerprint(model: PreTrainedModel) -> int:
         torch.get_float32_matmul_precision(),
         torch.is_inference_mode_enabled(),  # its tensors cannot be written outside inference mode
     )
-    return hash((weights, training, modes))
+    return hash((weights, training, modes, adapter_state(model)))

@@ -1,8 +1,8 @@
 """Runners between calls. Their graphs and KV caches are kept for the next call, within one memory budget per GPU.
 
-Runners of several models and batch sizes are kept side by side. When they exceed the budget, those that were not used
-for the longest time give up the memory of their KV caches first: their graphs stay valid, since the cache keeps its
-address. If that is not enough, whole runners go.
+Runners of several models, batch sizes and sets of adapters are kept side by side. When they exceed the budget, those
+that were not used for the longest time give up the memory of their KV caches first: their graphs stay valid, since the
+cache keeps its address. If that is not enough, whole runners go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Idle(Protocol):
 
     device: torch.device
     cache: SlotCache
-    purpose: tuple[int, str]  # rows, and how the layers run
+    purpose: tuple[int, str, int]  # rows, how the layers run, hash of the state of adapters
     last_used: int
     plans_run: set[PlanRun]
 
@@ -41,7 +41,7 @@ class Idle(Protocol):
         ...
 
 
-def pop(model: PreTrainedModel, purpose: tuple[int, str]) -> Idle | None:
+def pop(model: PreTrainedModel, purpose: tuple[int, str, int]) -> Idle | None:
     """Take out the idle runner of a model for this purpose that was used last."""
     with _lock:
         idle: list[Idle] = state_of(model).idle_runners
@@ -52,10 +52,10 @@ def pop(model: PreTrainedModel, purpose: tuple[int, str]) -> Idle | None:
         return fitting[-1]
 
 
-def waiting(model: PreTrainedModel, layers: str) -> list[Idle]:
-    """Return the idle runners of a model that run its layers in this way."""
+def waiting(model: PreTrainedModel, layers: str, adapters: int) -> list[Idle]:
+    """Return the idle runners of a model that run its layers in this way, with adapters in this state (a hash)."""
     with _lock:
-        return [runner for runner in state_of(model).idle_runners if runner.purpose[1] == layers]
+        return [runner for runner in state_of(model).idle_runners if runner.purpose[1:] == (layers, adapters)]
 
 
 def push(model: PreTrainedModel, runner: Idle, budget: float) -> None:

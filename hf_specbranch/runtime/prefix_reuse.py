@@ -4,8 +4,8 @@ A turn of a chat and a shared system prompt begin like the text before them, who
 cache. They are used again only if the weights are bit by bit what they were when these keys and values were computed:
 a checksum of all weights and buffers is taken after a long text, and compared before its beginning is reused. That
 finds changes in place too, even those through `parameter.data`, of which torch keeps no count. Everything else that
-keys and values depend on (dtype, attention implementation, autocast and other modes) is in the runner's fingerprint,
-and models with adapters keep no runner between calls.
+keys and values depend on (dtype, attention implementation, autocast and other modes) is in the runner's fingerprint.
+Every set of adapters has runners of its own.
 
 Drafts need no such care: a draft from stale keys is only a worse draft.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.checksum import checksum
-from ..model_state import every_tensor
+from ..model_state import tensors_in_use
 from .eager import NOTHING, Remembered
 
 logger = logging.getLogger(__name__)
@@ -49,4 +49,4 @@ def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequ
 
 
 def _checksum(model: PreTrainedModel) -> Tensor:
-    return checksum(every_tensor(model))
+    return checksum(tensors_in_use(model))

@@ -14,7 +14,7 @@ from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
 from ..layers.base import ThreadForward
-from ..model_state import adapter_state, every_module, every_parameter, has_adapters, state_of
+from ..model_state import adapter_state, every_module, every_parameter, state_of, unmerge_disabled
 from . import cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker
 from .mask_probe import mask_maker_for
@@ -48,6 +48,7 @@ def runner_for(
         kernels: run the layers that are recognised through our kernels; "auto": in half precision only.
         budget: the fraction of the GPU's memory that idle runners may take, all together.
     """
+    unmerge_disabled(model)
     use_kernels = _uses_kernels(model, kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if use_kernels and runtime != "eager" and not reason:
@@ -71,12 +72,12 @@ def runner_for(
 
 
 def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[idle_runners.Idle]:
-    """Return the idle runners that `runner_for` may provide with these settings, of all batch sizes."""
+    """Return the idle runners that `runner_for` may provide with these settings and adapters, of all batch sizes."""
     if runtime == "eager":
         return []
-    check = state_of(model).kernel_check
-    fused = _uses_kernels(model, kernels) and check is not None and check[1] != "none"
-    return idle_runners.waiting(model, "fused" if fused else "plain")
+    checks = state_of(model).kernel_checks
+    fused = _uses_kernels(model, kernels) and checks.get(cuda_graph.fingerprint(model), "none") != "none"
+    return idle_runners.waiting(model, "fused" if fused else "plain", hash(adapter_state(model)))
 
 
 def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
@@ -108,8 +109,6 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
-    if has_adapters(model):
-        return "it has adapters, which may be switched between calls"
     if LengthDependentRotary(model):
         return "its rotary embedding depends on the length of the text"
     if any(_has_foreign_hooks(module) for module in every_module(model)):
