@@ -133,7 +133,8 @@ def test_kernel_attention(dtype, seed, rows, heads, queries, slots, size, kind, 
 ])  # fmt: skip
 def test_rotary_equals_transformers(module, turned, rotation, dtype):
     query, key = torch.randn(2, 4, 5, 32, dtype=dtype), torch.randn(2, 2, 5, 32, dtype=dtype)
-    angle = torch.randn(2, 5, turned)
+    angle = torch.randn(2, 5, turned // 2)
+    angle = angle.repeat_interleave(2, -1) if rotation.table == "neighbours" else torch.cat([angle, angle], -1)
     cos, sin = (table.to(torch.float32 if module is olmo2 else dtype) for table in (angle.cos(), angle.sin()))
     expected = module.apply_rotary_pos_emb(query, key, cos, sin)
     got = rotary(query, key, None, cos, sin, rotation=rotation, dtype=dtype)

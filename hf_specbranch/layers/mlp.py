@@ -34,7 +34,7 @@ class MlpForward(Replacement):
 
     def __init__(self, inputs: Product, output: Product, activated: Callable[[Tensor], Tensor], ahead: Ahead) -> None:
         super().__init__([*inputs.bypassed, *output.bypassed])
-        self.output, self.activated, self.ahead = output, activated, ahead
+        self.inputs, self.output, self.activated, self.ahead = inputs, output, activated, ahead
 
     def __call__(self, x: Tensor) -> Tensor | Partials:
         product = self.output.split_k if self.ahead.sums_partials else self.output
