@@ -164,6 +164,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
 # ---- the scripts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

@@ -375,6 +375,7 @@ def test_evaluation_measures_every_method(target, draft, tokenizer, data):
         evaluate(head, target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", settings, progress=False)
 
 
+@pytest.mark.slow
 def test_commands_train_and_measure_a_head(prompt_file, tmp_path):
     pytest.importorskip("matplotlib")
     run, drafts, head = CliRunner(), str(tmp_path / "drafts"), str(tmp_path / "head")
