@@ -56,7 +56,7 @@ def test_fused_model_sums_partials(family, monkeypatch):
         return plan
 
     monkeypatch.setattr(products, "BLOCK", 16)  # these models are small
-    monkeypatch.setattr(Tuned, "_plan", split)
+    monkeypatch.setattr(Tuned, "plan", split)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert any(summed for summed, _ in plans)  # with a residual
     assert {"split-k", "whole" if family in UNGATED else "gated"} <= {kind for _, kind in plans}

@@ -51,8 +51,8 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         try:
             output = _generate(call, stats, began)
         except torch.OutOfMemoryError:
-            # Before the first token the call can begin again, without what earlier calls have left on the device. With
-            # padding rows it can at any time, without these: nobody has seen its tokens.
+            # Before the first token the call can begin again, without what earlier calls have left on the device. A
+            # padded call can begin again at any time, without padding: it has no streamer that was given tokens.
             if not call.padding and (stats.new_tokens or not free_all(call.model.device)):
                 raise
         if output is None:  # not in the handler, where the exception keeps the memory of the first attempt alive

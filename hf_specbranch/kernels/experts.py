@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .activation import activate
 from .backend import (
     Value,
     can_run,
@@ -33,7 +34,7 @@ from .backend import (
     varying,
     wait_for_dependencies,
 )
-from .gated import activate, apply_gate
+from .gated import apply_gate
 from .linear import BLOCK, MOST_ROWS, STRIP, Partials, Plan
 from .routing import Touched
 

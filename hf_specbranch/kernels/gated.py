@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .activation import activate, activated, recognise_activation
 from .backend import (
     Value,
     can_run,
@@ -22,7 +22,7 @@ from .backend import (
 )
 from .linear import STRIP, Plan, fits, streamed, tile
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh"]  # of a gate; `activation.py` has them and others
 _BLOCK = 1024
 
 
@@ -86,22 +86,10 @@ def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     return activate(gate, activation) * up
 
 
-def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation alone."""
-    return functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-
-
-@torch.no_grad()
 def recognise(activate_module: Any) -> Activation | None:
-    """Return which supported activation a callable computes, judged by its values on a probe; None for others."""
-    probe = torch.linspace(-6, 6, 64)
-    try:
-        got = activate_module(probe)
-    except (RuntimeError, TypeError):
-        return None
-    if torch.allclose(got, activate(probe, "silu"), atol=1e-6):
-        return "silu"
-    return "gelu_tanh" if torch.allclose(got, activate(probe, "gelu_tanh"), atol=1e-6) else None
+    """Return which activation of a gate a callable computes, judged by its values; None for others."""
+    found = recognise_activation(activate_module)
+    return found if found == "silu" or found == "gelu_tanh" else None
 
 
 @varying("rows")
@@ -152,11 +140,8 @@ def _gated_kernel(gate_up: Value, out: Value, size: Value, TANH: constexpr, BLOC
 @jit
 def apply_gate(gate: Value, up: Value, TANH: constexpr) -> Value:
     """Compute act(gate) * up, rounded where separate torch operations round."""
-    wide = gate.to(tl.float32)
-    # Both activations are x * sigmoid(z): 1 + tanh(y) = 2 sigmoid(2y), so GELU's z is 2 sqrt(2/pi) (x + 0.044715 x^3).
     if TANH:
-        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+        active = activated(gate, 2)
     else:
-        steep = wide
-    active = (wide / (1.0 + tl.exp(-steep))).to(gate.dtype)
+        active = activated(gate, 1)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

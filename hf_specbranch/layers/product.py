@@ -30,21 +30,22 @@ class Tuned:
 
     def whole(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + bias."""
-        return linear(x, weight, bias, self._plan(x, weight, "whole"))
+        return linear(x, weight, bias, self.plan(x, weight, "whole"))
 
     def split_k(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Partials:
         """Compute x W^T + bias for a kernel that sums split-K partials."""
-        return linear_split_k(x, weight, bias, self._plan(x, weight, "split-k"))
+        return linear_split_k(x, weight, bias, self.plan(x, weight, "split-k"))
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         """Compute act(gate) * up, where W holds the rows of both."""
-        return gated_product(x, weight, bias, activation, self._plan(x, weight, "gated"))
+        return gated_product(x, weight, bias, activation, self.plan(x, weight, "gated"))
 
     def activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: MlpActivation) -> Tensor:
         """Compute act(x W^T + bias)."""
-        return activated_product(x, weight, bias, activation, self._plan(x, weight, "whole"))
+        return activated_product(x, weight, bias, activation, self.plan(x, weight, "whole"))
 
-    def _plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
+    def plan(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
+        """Return the plan of a product; None where torch computes it."""
         if not x.is_cuda:
             return None
         rows = x.numel() // x.shape[-1]

@@ -114,7 +114,7 @@ class LoraProduct(Product):
         adapters = low_rank(terms, self.sizes)
         if one is None or adapters is None or not lora_fits(x, *one, adapters, USUAL_PLAN):
             return None
-        plan = self.tuned._plan(x, one[0], kind) or USUAL_PLAN
+        plan = self.tuned.plan(x, one[0], kind) or USUAL_PLAN
         return (*one, adapters, plan) if lora_fits(x, *one, adapters, plan) else None
 
 

@@ -22,7 +22,7 @@ LOAD = "/proc/loadavg"  # its fourth field begins with the number of tasks on th
 CHECK_SECONDS, CONFIRM_SECONDS = 0.1, 0.001  # between two looks at the load; until a process that runs briefly is done
 QUIET_CHECKS = 5  # in a row, before more threads are used again
 UNLIMITED = 1 << 16  # threads
-FORGET_SECONDS = 10.0  # after which a busy machine is looked at anew
+FORGET_SECONDS = 10.0  # how long the number of running tasks is remembered
 
 Result = TypeVar("Result")
 Span = tuple[float, float]
