@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.parallel_build import room as index_memory
-from ..kernels.rounds import Drawn, drawn_choices, verify_draft
+from ..kernels.rounds import Drawn, drawn_choices, likeliest, verify_draft
 from ..runtime.base import Step
 from ..runtime.static_buffers import Buffers, HostCopies
 from .acceptance import (
@@ -263,7 +263,7 @@ class Verifier:
         """[B, N + 1 + W]: the token decided at each draft position, at the branch point, and after each leaf."""
         scores = self.score(logits.float(), lambda: self._all_prefixes(draft_tokens)) if self.processors else logits
         if not self.samples:
-            return scores.argmax(-1)
+            return likeliest(scores)
         shape = (*scores.shape[:2], scores.shape[2] + 1)  # the last number decides whether a drawn token is accepted
         noise = torch.empty(shape, device=scores.device).exponential_(generator=self.generator)
         if draft_tokens.q is None:

@@ -10,6 +10,7 @@ The torch versions in `decoding/` are the references: `TorchDraftOps`, `Verifier
 
 from .advance import advance
 from .branches import find_likely_rejections, fork
+from .chunks import likeliest
 from .draws import Drawn, drawn_choices
 from .inputs import open_branches, pending_inputs, verify_inputs
 from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, empty_inputs
@@ -31,6 +32,7 @@ __all__ = [
     "empty_inputs",
     "find_likely_rejections",
     "fork",
+    "likeliest",
     "open_branches",
     "pending_inputs",
     "resolve_pending",

@@ -1,15 +1,19 @@
 """The end of a draft step: from the draft's logits to a distribution, a chosen token and the inputs of the next step.
 
-One program per branch. The pending draft gains the chosen token where its row goes on and the confidence is at least
-epsilon; a side branch gains its token in any case.
+The pending draft gains the chosen token where its row goes on and the confidence is at least epsilon; a side branch
+gains its token in any case.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..backend import Value, constexpr, tl, varying
-from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers, warps
+from ..backend import Value, constexpr, jit, tl, varying
+from ..parallel_build import room as index_memory
+from . import memory
+from .chunks import chunk_count, chunk_size, combined, search_chunks
+from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers
 
 
 def advance(
@@ -47,74 +51,62 @@ def advance(
     others = 0 if side is None else side.most
     unused = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
     depth = side.depth if side is not None else 1
+    known, vocabulary = min(logits.shape[2], pending.vocabulary), pending.vocabulary
+    found, chunks = search_chunks(logits, known, noise)
+    norms = torch.empty((pending.rows, 1 + others, 2), device=logits.device)
+    entries = index_memory((pending.rows, 1 + others), torch.long, logits.device)
+    block, whole = pending.block, chunk_count(vocabulary) == 1
     _advance_kernel[(pending.rows, 1 + others)](
-        logits, pending.confidence if noise is None else noise, pending.ids, *pending[2:], count, flag, bound,
-        *(side or unused), *inputs, positions,
-        further, epsilon, step, logits.stride(0), logits.stride(1),
-        min(logits.shape[2], pending.vocabulary), pending.vocabulary, pending.ids.stride(0), pending.ring, others,
-        depth, positions.stride(0), inputs.tokens.stride(0), logits.shape[1], STICKY=sticky, DRAWS=noise is not None,
-        BLOCK=pending.block, num_warps=warps(pending.block),
+        logits, pending.confidence if noise is None else noise, *found, norms, entries, pending.ids, *pending[2:],
+        count, flag, bound, *(side or unused), *inputs, positions, further, epsilon, step,
+        logits.stride(0), logits.stride(1), known, vocabulary, pending.ids.stride(0), pending.ring, others, depth,
+        positions.stride(0), inputs.tokens.stride(0), logits.shape[1],
+        STICKY=sticky, DRAWS=noise is not None, WHOLE=whole, CHUNKS=chunks, BLOCK=chunk_size(known), OUT_BLOCK=block,
+        num_warps=memory.warps(block) if whole else 1,
     )  # fmt: skip
+    if not whole:
+        _distribution_kernel[(chunk_count(vocabulary), 1 + others, pending.rows)](
+            logits, norms, entries, pending.scores, pending.scores if side is None else side.scores, logits.stride(0),
+            logits.stride(1), known, vocabulary, BLOCK=block, num_warps=memory.warps(block),
+        )  # fmt: skip
 
 
 @varying("further", "step", "row_stride", "query_stride", "known", "vocabulary", "ids_stride", "ring", "most",
          "depth", "positions_stride", "inputs_stride", "queries")  # fmt: skip
 def _advance_kernel(
-    logits: Value, noise: Value, ids: Value, end: Value, cached: Value, next_token: Value, confidence: Value,
-    scores: Value, count: Value, flag: Value, bound: Value,
+    logits: Value, noise: Value, largest: Value, total: Value, rate: Value, found: Value, norms: Value, entries: Value,
+    ids: Value, end: Value, cached: Value, next_token: Value, confidence: Value, scores: Value,
+    count: Value, flag: Value, bound: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
     side_slots: Value,
     input_tokens: Value, input_slots: Value, input_positions: Value, spans: Value, positions: Value,
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
     inputs_stride: Value, queries: Value,
-    STICKY: constexpr, DRAWS: constexpr, BLOCK: constexpr,
+    STICKY: constexpr, DRAWS: constexpr, WHOLE: constexpr, CHUNKS: constexpr, BLOCK: constexpr, OUT_BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * row_stride + branch * query_stride
-    offsets = tl.arange(0, BLOCK)
-
-    # Softmax in one reading: the sum is rescaled whenever a larger value is found.
-    largest = -float("inf")
-    total = 0.0
-    best = branch * 0
-    for first in range(0, known, BLOCK):
-        inside = first + offsets < known
-        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        here = tl.max(value, 0)
-        best = tl.where(here > largest, first + tl.argmax(value, 0), best)
-        new = tl.maximum(largest, here)
-        base = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(largest - base) + tl.sum(tl.exp(value - base), 0)
-        largest = new
-    top = 1.0 / total  # the probability of the likeliest token
-    if DRAWS:
-        # The first arrival among waiting times with rates `q` is token `x` with probability `q(x)`.
-        noise += (row * queries + branch) * known
-        fastest = -1.0
-        for first in range(0, known, BLOCK):
-            inside = first + offsets < known
-            value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-            wait = tl.load(noise + first + offsets, mask=inside, other=1.0)
-            rate = tl.exp(value - largest) / wait
-            here = tl.max(rate, 0)
-            best = tl.where(here > fastest, first + tl.argmax(rate, 0), best)
-            fastest = tl.maximum(fastest, here)
+    at = row * queries + branch
+    top_value, whole, best = combined(
+        logits, noise + at * known, largest, total, rate, found, at, known, DRAWS, CHUNKS, BLOCK
+    )  # fmt: skip
+    top = 1.0 / whole  # the probability of the likeliest token
 
     if branch == 0:
         next_column = tl.load(end + row)  # the column of the chosen token
         entry = row * (ring + 1) + next_column % ring
         tl.store(confidence + entry, top)
-        tl.store(next_token + row, best.to(tl.int64))
+        tl.store(next_token + row, best)
         tl.store(cached + row, next_column)
         out = scores + entry * vocabulary
         goes_on = tl.load(flag + row).to(tl.int1) & (next_column < tl.load(bound + row) + further) & (top >= epsilon)
         if STICKY:
             tl.store(flag + row, goes_on)
-        tl.store(ids + row * ids_stride + next_column, best.to(tl.int64), mask=goes_on)
+        tl.store(ids + row * ids_stride + next_column, best, mask=goes_on)
         tl.store(count + row, tl.load(count + row) + goes_on.to(tl.int64))
         before = tl.load(ids + row * ids_stride + next_column - 1)
-        token = tl.where(goes_on, best.to(tl.int64), before)
+        token = tl.where(goes_on, best, before)
         column = next_column + goes_on.to(tl.int64) - 1
         tl.store(end + row, column + 1)
         slot = column
@@ -123,7 +115,7 @@ def _advance_kernel(
         entry = (row * most + branch - 1) * depth + step
         tl.store(side_confidence + entry, top)
         out = side_scores + entry * vocabulary
-        token = best.to(tl.int64)
+        token = best
         tl.store(side_tokens + (row * most + branch - 1) * (depth + 1) + step + 1, token)
         column = tl.load(forks + row * most + branch - 1) + step + 1
         more = step + 1 < depth
@@ -137,7 +129,37 @@ def _advance_kernel(
     bound_of_span = tl.where(branch == 0, 1, 3)
     tl.store(spans + place * 4 + bound_of_span, (slot + 1).to(tl.int32), mask=more)
 
-    for first in range(0, vocabulary, BLOCK):
-        inside = first + offsets < known
-        value = tl.load(logits + first + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        tl.store(out + first + offsets, tl.exp(value - largest) / total, mask=first + offsets < vocabulary)
+    if WHOLE:
+        write_chunk(logits, out, 0, top_value, whole, known, vocabulary, OUT_BLOCK)
+    else:
+        place = row * (1 + most) + branch
+        tl.store(norms + place * 2, top_value)
+        tl.store(norms + place * 2 + 1, whole)
+        tl.store(entries + place, entry)
+
+
+@varying("row_stride", "query_stride", "known", "vocabulary")
+def _distribution_kernel(
+    logits: Value, norms: Value, entries: Value, scores: Value, side_scores: Value, row_stride: Value,
+    query_stride: Value, known: Value, vocabulary: Value, BLOCK: constexpr,
+) -> None:  # fmt: skip
+    chunk, branch, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    logits += row * row_stride + branch * query_stride
+    place = row * tl.num_programs(1) + branch
+    out = scores
+    if branch > 0:
+        out = side_scores
+    out += tl.load(entries + place) * vocabulary
+    largest, total = tl.load(norms + place * 2), tl.load(norms + place * 2 + 1)
+    write_chunk(logits, out, chunk, largest, total, known, vocabulary, BLOCK)
+
+
+@jit
+def write_chunk(
+    logits: Value, out: Value, chunk: Value, largest: Value, total: Value, known: Value, vocabulary: Value,
+    BLOCK: constexpr,
+) -> None:  # fmt: skip
+    """Write a chunk of the distribution; tokens that the draft does not know have probability 0."""
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + index, mask=index < known, other=-float("inf")).to(tl.float32)
+    tl.store(out + index, tl.exp(value - largest) / total, mask=index < vocabulary)

@@ -11,7 +11,7 @@ from ..backend import Value, jit, power_of_two, tl
 from ..parallel_build import room as index_memory
 from ..spans import SPANS
 
-LARGEST_BLOCK = 8192  # tokens of a distribution per block
+LARGEST_BLOCK = 4096  # tokens of a distribution per program; see `chunks.py`
 FEW = 32  # the shortest block of positions, so that one build serves drafts of any usual length
 
 
