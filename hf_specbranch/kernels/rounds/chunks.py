@@ -46,7 +46,8 @@ def search_chunks(logits: Tensor, known: int, noise: Tensor | None = None) -> tu
     rows, queries, _ = logits.shape
     count, block = chunk_count(known), chunk_size(known)
     figures = torch.empty((3, rows, queries, count), device=logits.device)
-    found = Found(*figures, index_memory((rows, queries, count), torch.long, logits.device))
+    tokens = index_memory((rows, queries, count), torch.long, logits.device)
+    found = Found(figures[0], figures[1], figures[2], tokens)
     if count > 1:
         _search_kernel[(count, queries, rows)](
             logits, figures if noise is None else noise, *found, logits.stride(0), logits.stride(1), known,
@@ -150,5 +151,3 @@ def combined(
 def finite(largest: Value) -> Value:
     """Return what to subtract before exp: nothing where every value is -inf."""
     return tl.where(largest == -float("inf"), 0.0, largest)
-
-
