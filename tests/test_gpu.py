@@ -270,3 +270,33 @@ def test_bfloat16_models_generate():
     inputs = tokenizer("def add(a, b):", return_tensors="pt").to("cuda")
     out = specbranch(target).generate(**inputs, max_new_tokens=64, do_sample=False, assistant_model=draft)
     assert out.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_garbage_graphs_do_not_end_a_capture():
+    """A graph in a reference cycle is destroyed when Python collects garbage, which it must not do in a capture."""
+    from hf_specbranch.runtime.static_buffers import GraphMemory
+
+    memory, numbers = GraphMemory(torch.device("cuda", 0)), torch.zeros(8, device="cuda")
+    with memory.capturing():
+        cycle = {"graphs": memory.record(numbers.zero_)}
+    cycle["itself"] = cycle
+    del cycle
+
+    def stage():
+        kept = [[] for _ in range(1_000_000)]  # more than any threshold of the collector
+        numbers.add_(len(kept))
+
+    with memory.capturing():
+        (graph,) = memory.record(stage)
+    graph.replay()
+    assert numbers.tolist() == [1e6] * 8
+
+
+def test_capture_streams_are_not_the_side_streams_of_threads():
+    """torch has 32 streams, which it hands out in turn."""
+    from hf_specbranch.runtime.static_buffers import GraphMemory
+    from hf_specbranch.runtime.streams import side_stream
+
+    device = torch.device("cuda", 0)
+    side = side_stream(device)
+    assert all(GraphMemory(device).stream.cuda_stream != side.cuda_stream for _ in range(40))

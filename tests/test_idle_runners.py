@@ -1,6 +1,7 @@
 """Runners of several batch sizes wait side by side for the next call, within one memory budget."""
 
 import copy
+import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,9 +11,11 @@ import torch
 
 from hf_specbranch import specbranch
 from hf_specbranch.layers.fuse import fuse
+from hf_specbranch.layers.recognise import record_calls
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import cuda_graph, idle_runners
 from hf_specbranch.runtime.mask_probe import mask_maker_for
+from hf_specbranch.runtime.static_buffers import no_garbage_collection
 
 from .graphs import Comparison, tokens
 from .models import config, llama, noisy_copy
@@ -186,3 +189,39 @@ def test_no_step_changes_or_compares_a_model_that_runs(step, model):
             other = pool.submit(step, model)
             assert not wait([other], timeout=0.5).done
         other.result()
+
+
+def test_check_waits_until_another_thread_has_examined_the_model(model):
+    """Hooks that record the calls of one thread must not see the passes that another thread compares."""
+    masks, seen = mask_maker_for(model, "target"), []
+    fuse(model)
+    with ThreadPoolExecutor(1) as pool:
+        with state_of(model).kernel_lock:
+            hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+            other = pool.submit(cuda_graph.layers_for, model, masks, 1)
+            assert not wait([other], timeout=0.5).done and not seen
+            hook.remove()
+        assert other.result() == "fused"
+
+
+def test_calls_of_another_thread_are_not_recorded(model):
+    """They name a cache whose slots belong to another pass."""
+
+    def other_pass(*_):
+        before.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.no_grad()(model), tokens(40)).result()
+
+    before = model.model.layers[0].register_forward_pre_hook(other_pass)
+    calls = record_calls(model)
+    assert calls[model.model.layers[0]].args[0].shape[1] == calls[model.model.norm].args[0].shape[1] == 16
+
+
+def test_no_garbage_is_collected_during_a_capture():
+    """To destroy a graph that is garbage ends the capture of another."""
+    assert gc.isenabled()
+    with no_garbage_collection(), ThreadPoolExecutor(1) as pool:
+        with no_garbage_collection():
+            assert not pool.submit(gc.isenabled).result()
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -27,7 +27,7 @@ from .norm import Ahead
 from .product import Product, Tuned, Weights
 from .products import LinearForward, PlainProduct, is_plain, quantised_layers, tensors_to_join
 from .recognise import calls_registered_attention, readers_of_one_input, recognise, record_calls
-from .storage import join, joinable, joined, separate
+from .storage import join, joined, separate
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that the allocator may keep
@@ -64,11 +64,10 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         >>> undo = fuse(target)
         >>> undo()
     """
-    readers = [[base_of(layer) for layer in layers] for layers in readers_of_one_input(model)]
-    groups = [group for layers in readers for group in tensors_to_join(layers)]
-    if any(joinable(group) for group in groups):
-        with state_of(model).kernel_lock:
-            _join_all(groups)
+    with state_of(model).kernel_lock:  # held from the first look on: another thread may have joined half of a group
+        readers = [[base_of(layer) for layer in layers] for layers in readers_of_one_input(model)]
+        groups = [group for layers in readers for group in tensors_to_join(layers)]
+        _join_all(groups)
 
     def undo() -> None:
         with state_of(model).kernel_lock:
@@ -140,10 +139,12 @@ def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] =
         passes: run in the dry run of the module check, so that their kernels are built at the same time; their side
             effects must not matter.
     """
-    if torch.is_autocast_enabled(model.device.type) or not all(untouched(module) for module in every_module(model)):
-        return False  # under autocast the model runs its own code
+    if torch.is_autocast_enabled(model.device.type):  # the model runs its own code
+        return False
     config = model.config.get_text_config(decoder=True)
-    with state_of(model).kernel_lock:
+    with state_of(model).kernel_lock:  # outside of it, hooks and forwards may be those of another thread's check
+        if not all(untouched(module) for module in every_module(model)):
+            return False
         replacements = list(_valid(model, _recipe(model, original_attention(config), passes)))
     return _replaces_all_attention(model, (replacement for _, replacement in replacements))
 

@@ -10,6 +10,7 @@ used.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -83,11 +84,16 @@ def _is_candidate(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def record_calls(model: PreTrainedModel) -> dict[nn.Module, Call]:
-    """Run a few tokens through the model and record the inputs and outputs of the candidates."""
+    """Run a few tokens through the model and record the inputs and outputs of the candidates.
+
+    Another thread may run the model at the same time. Its calls are not recorded: they name a cache that is in use.
+    """
     calls: dict[nn.Module, Call] = {}
+    thread = get_ident()
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.setdefault(module, Call(args, kwargs, output))
+        if get_ident() == thread:
+            calls.setdefault(module, Call(args, kwargs, output))
 
     with evaluating(model), ExitStack() as stack:
         for module in every_module(model):

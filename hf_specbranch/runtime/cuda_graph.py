@@ -230,12 +230,12 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     if now not in checks:
         runner = GraphRunner(model, masks, "fused", takes_spans=True)
         runner.reserve(rows, SMALLEST)
-        logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
-        if (kept := load_check(model, "kernels")) is None:
-            kept = check_kernels(model, masks)
-            if kept != "none":
-                save_check(model, "kernels", kept)
-        checks[now] = kept
+        with state_of(model).kernel_lock:  # one thread checks, and no other one runs the model meanwhile
+            logger.debug("kernels are built in parallel: %s", runner.builds_in_parallel)
+            if now not in checks:
+                checks[now] = load_check(model, "kernels") or check_kernels(model, masks)
+                if checks[now] != "none":
+                    save_check(model, "kernels", checks[now])
         while len(checks) > MOST_CHECKS:
             del checks[next(iter(checks))]
     return "plain" if checks[now] == "none" else "fused"

@@ -6,11 +6,13 @@ writes the tensors of its buffers. If its shapes are static and it never syncs, 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -90,6 +92,41 @@ class Buffers:
         stage()
 
 
+class _GarbageCollection:
+    """Counts the captures during which Python must not collect garbage."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.captures = 0
+        self.was_enabled = False
+
+    def pause(self) -> None:
+        with self.lock:
+            if not self.captures:
+                self.was_enabled = gc.isenabled()
+                gc.disable()
+            self.captures += 1
+
+    def resume(self) -> None:
+        with self.lock:
+            self.captures -= 1
+            if not self.captures and self.was_enabled:
+                gc.enable()
+
+
+_garbage_collection = _GarbageCollection()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Capture inside this context: graphs of a model that is gone may be garbage, and to destroy one ends a capture."""
+    _garbage_collection.pause()
+    try:
+        yield
+    finally:
+        _garbage_collection.resume()
+
+
 class GraphMemory:
     """Holds the memory pool that CUDA graphs share, and the stream on which they are captured.
 
@@ -123,12 +160,13 @@ class GraphMemory:
             graphs[-1].capture_end()
             begin()
 
-        begin()
-        try:
-            with split_graph(cut):
-                stage()
-        finally:
-            graphs[-1].capture_end()
+        with no_garbage_collection():
+            begin()
+            try:
+                with split_graph(cut):
+                    stage()
+            finally:
+                graphs[-1].capture_end()
         return graphs
 
     @contextmanager
