@@ -14,6 +14,7 @@ from hf_specbranch.bench.limit import token_cost
 from hf_specbranch.bench.random_model import random_model
 from hf_specbranch.bench.shapes import SHAPES, config_of
 from hf_specbranch.cli import app
+from hf_specbranch.progress import Progress
 
 from .models import llama
 
@@ -139,3 +140,21 @@ def test_captured_models_are_counted():
     result = benchmark.results["llama3.2-1b"]
     assert not result.failed and result.runtime == "graph" and not result.reason
     assert 5 < result.kernels_per_token < 100 and result.fused_modules and result.ratio > 1
+
+
+def test_broken_cuda_context_ends_the_list_and_keeps_the_results(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Said(Progress):
+        def say(self, line):
+            lines.append(line)
+
+    lines = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    plan = FamiliesPlan(torch.device("cuda", 99), torch.float32, bandwidth=1e12)  # no such device: the model fails
+    names = ("llama3.2-1b", "qwen3-0.6b")
+    benchmark = FamiliesBenchmark({name: config_of(name, tiny=True) for name in names}, plan, Said())
+    benchmark.run()
+    assert list(benchmark.results) == ["llama3.2-1b"] and benchmark.results["llama3.2-1b"].failed
+    assert lines[-1] == "llama3.2-1b has broken the CUDA context: measure the models after it in a new process"

@@ -327,10 +327,11 @@ def test_passes_in_the_dry_run_of_the_check_have_no_side_effects(family, whole, 
     monkeypatch.setattr(sys.modules[can_build_in_parallel.__module__], "build_in_parallel", dry_run_here)
     with torch.no_grad():
         assert can_build_in_parallel(model, passes) is whole
-        assert len(recipes) == 1 and state_of(model).kernel_recipe is not recipes[0]  # what a dry run finds is noise
+        assert len(recipes) == whole  # the model's own attention may read memory that is only reserved
+        assert state_of(model).kernel_recipe not in recipes  # what a dry run finds is noise
         assert not runner.cache.layers  # and so is what it writes
         can_build_in_parallel(model, passes)
-        assert len(recipes) == 1  # a known model needs no dry run
+        assert len(recipes) == whole  # a known model needs no dry run
         tokens, slots = torch.arange(1, 6)[None], torch.arange(5)[None]
         torch.testing.assert_close(runner.prefill(tokens, slots, None), model(tokens).logits[:, -1])
         kept = contents(runner.cache)

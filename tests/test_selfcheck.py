@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.kernels.norm import LAYER_NORM, WIDE
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.norm import NormForward
+from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import cuda_graph, self_check
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 
@@ -182,3 +184,37 @@ def test_noise_stays_in_its_thread():
         with self_check._rounding_noise(model):
             assert not torch.equal(model(ids).logits, expected)
             assert torch.equal(pool.submit(torch.no_grad()(model), ids).result().logits, expected)
+
+
+def latent(dtype=torch.float32):
+    """Return a model with latent attention, which expands the keys and values of all slots that the cache returns."""
+    torch.manual_seed(0)
+    config = tf.DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4}, hidden_size=64, num_hidden_layers=2, moe_intermediate_size=32,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32,
+    )  # fmt: skip
+    return tf.DeepseekV3ForCausalLM(config).to(DEVICE, dtype).eval()
+
+
+@pytest.mark.compat
+def test_latent_attention_needs_masks():
+    """Under spans the cache returns all slots that addresses are reserved for, and few have memory."""
+    model = latent()
+    assert layers_of(model) == "fused"
+    assert list(state_of(model).kernel_checks.values()) == ["masks"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_attention_reads_memory_that_exists(dtype):
+    """In the dry run of the first call too."""
+    model = specbranch(latent(dtype))
+    ids = torch.arange(3, 43, device=DEVICE)[None]
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+    own = SpecBranchConfig(policy="autoregressive", kernels=True)
+    out = model.generate(ids, **kwargs, specbranch=own)
+    torch.cuda.synchronize()
+    assert model.specbranch_stats.runtime == "graph"
+    if dtype == torch.float32:
+        assert torch.equal(out, model.generate(ids, **kwargs, specbranch=False))

@@ -1,7 +1,7 @@
 """Times decoding of models with random weights, and compares it with the limit: reading the weights once per token.
 
 For each model: build it on the device, generate until everything is captured, time some generations, count the kernels
-of a token, and free it. A model that fails does not end the run.
+of a token, and free it. A model that fails does not end the run, unless it breaks the CUDA context of the process.
 """
 
 from __future__ import annotations
@@ -127,9 +127,12 @@ class FamiliesBenchmark:
                 self.measure(name, config, result)
             except Exception as error:  # the others go on
                 result.failed = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-            free_memory(self.plan.device)  # not in the handler, where the exception keeps the model alive
+            alive = free_memory(self.plan.device)  # not in the handler, where the exception keeps the model alive
             self.progress.say(f"{name}: {result_line(result)}")
             self.progress.advance()
+            if not alive:
+                self.progress.say(f"{name} has broken the CUDA context: measure the models after it in a new process")
+                return
 
     def measure(self, name: str, config: PreTrainedConfig, result: ModelResult) -> None:
         """Measure one model."""
@@ -258,11 +261,15 @@ def check_memory(model: nn.Module, device: torch.device) -> None:
         raise ValueError(f"it needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
 
 
-def free_memory(device: torch.device) -> None:
-    """Return the memory of models that are gone to the device."""
+def free_memory(device: torch.device) -> bool:
+    """Return the memory of models that are gone to the device; return False if the device cannot be used any more."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError:  # after an illegal memory access every call of CUDA fails
+        return False
+    return True
 
 
 def result_line(result: ModelResult) -> str:

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -85,11 +86,30 @@ def _attend_by_spans(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory."""
+    if (allowed := _allowed_keys.get()) is not None and key.untyped_storage().data_ptr() not in allowed:
+        raise ValueError("the model computes keys from all of the cache, most of which may not be mapped to memory")
     if query.shape[2] > MOST_QUERIES:
         return attend_chunk(query, key, value, spans, scaling, softcap, sinks)
     if serves(query.device) and not fits(query, key, value, spans):
         raise ValueError(f"the kernel cannot take queries {tuple(query.shape)} and values {tuple(value.shape)}")
     return attend(query, key, value, spans, scaling, softcap, sinks)
+
+
+_allowed_keys: ContextVar[set[int] | None] = ContextVar("allowed_keys", default=None)  # addresses of their memory
+
+
+@contextmanager
+def keys_must_be(states: Iterable[Tensor]) -> Iterator[None]:
+    """Refuse spans for keys in other memory than that of these, in this thread and while the context lasts.
+
+    Multi-head latent attention keeps compressed keys, and expands all that the cache returns. It needs masks, under
+    which the cache returns no more than has memory.
+    """
+    before = _allowed_keys.set({each.untyped_storage().data_ptr() for each in states})
+    try:
+        yield
+    finally:
+        _allowed_keys.reset(before)
 
 
 def _uncapped_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -137,7 +137,7 @@ def can_build_in_parallel(model: PreTrainedModel, passes: Callable[[], object] =
     Args:
         model: the model.
         passes: run in the dry run of the module check, so that their kernels are built at the same time; their side
-            effects must not matter.
+            effects must not matter. They are run only if the attention of every layer is replaced.
     """
     if torch.is_autocast_enabled(model.device.type):  # the model runs its own code
         return False
@@ -172,8 +172,9 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
         calls = record_calls(model)
 
         def check_and_passes() -> None:  # in a dry run every replacement passes the check
-            state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
-            passes()
+            examined = state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
+            if _replaces_all_attention(model, examined.replacements.values()):  # others may read all of a cache
+                passes()
 
         try:
             build_in_parallel(check_and_passes, model.device, new_model=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..kernels.attention_interface import keys_must_be
 from ..kernels.spans import SPANS
 from ..layers.check import evaluating
 from ..layers.fuse import fused
@@ -113,7 +114,7 @@ def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0, by_spans: b
         runner = EagerRunner(model, masks)
         _prefill(runner, text)
         own = _pass(runner, text)
-        with fused(model):
+        with fused(model), keys_must_be(layer.keys for layer in runner.cache.layers):
             ours = _pass(runner, text, by_spans)
         with _rounding_noise(model):
             noisy_runner = EagerRunner(model, masks)
