@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specbranch import specbranch
 from hf_specbranch.kernels import autotune
@@ -161,6 +162,25 @@ def _half_but_float8(model):
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(torch.float16)
     return model.to(DEVICE)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Forbids to read a value on the host, as a capture does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_weights_are_read_without_waiting(kind):
+    layer = kind(torch.randn(128, 256))
+    read = recognise_format(layer)
+    with NoWaiting():
+        assert read(layer) is not None
+    if kind is GptqLinear:
+        layer.g_idx[0] = 1
+        assert read(layer) is None  # its groups are no longer in order
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,11 +6,12 @@ what they mean. A layer whose own forward cannot run here, for lack of a package
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import kernel_takes, quantised_reference
@@ -140,7 +141,7 @@ def _torchao(layer: Any) -> Packed | None:
     rows, depth = weight.shape
     zero = getattr(weight, "zero_point", None)
     if data.dtype == torch.int8 and data.shape == weight.shape:
-        if scale.numel() % rows or (zero is not None and bool(zero.any())):
+        if scale.numel() % rows or (zero is not None and _answer(zero, torch.any)):
             return None
         scale = scale.reshape(rows, -1)
         return Packed(data, scale, "int8", depth // scale.shape[1])
@@ -178,8 +179,29 @@ def _is(tensor: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return plain and tensor.dtype == dtype and tensor.dim() == 2 and tensor.is_contiguous()
 
 
+class _Answers:
+    """Remembers what was found about the values of tensors, until they are written or replaced.
+
+    A weight is read in every pass, and to look at values waits for the device, which a capture must not do.
+    """
+
+    def __init__(self) -> None:
+        # memory, version and answer
+        self._known: MutableMapping[Tensor, tuple[int, int, bool]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+    def __call__(self, tensor: Tensor, ask: Callable[[Tensor], Tensor]) -> bool:
+        """Return what `ask` says of a tensor; one question per tensor."""
+        now, known = (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version), self._known.get(tensor)
+        if known is None or known[:2] != now:
+            known = self._known[tensor] = (*now, bool(ask(tensor)))
+        return known[2]
+
+
+_answer = _Answers()
+
+
 def _in_order(order: Tensor, group: int) -> bool:
-    return bool((order == torch.arange(order.numel(), device=order.device) // group).all())
+    return _answer(order, lambda order: (order == torch.arange(order.numel(), device=order.device) // group).all())
 
 
 FORMATS: tuple[Format, ...] = (
