@@ -30,9 +30,9 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 SHORT = {"policy": "vanilla", "new_tokens": 8}
 
 
-def lora(seed, targets=ALL, rank=4, **changes):
+def lora(seed, targets=ALL, rank=4, scale=8, **changes):
     torch.manual_seed(seed)
-    return peft.LoraConfig(r=rank, lora_alpha=8 * rank, target_modules=targets, init_lora_weights=False, **changes)
+    return peft.LoraConfig(r=rank, lora_alpha=scale * rank, target_modules=targets, init_lora_weights=False, **changes)
 
 
 def adapted(model, *configs):
@@ -296,27 +296,35 @@ def test_kernel_lora_in_a_model():
 
 @pytest.fixture(scope="module")
 def large():
-    """A model whose products the kernels take, in bfloat16, with adapters in float32."""
+    """A model whose products the kernels take, in bfloat16, with adapters in float32.
+
+    The adapters are smaller than the weights, as trained ones are. PEFT rounds what they add three times.
+    """
     model = llama(seed=0, hidden=256, layers=3).to(torch.bfloat16)
-    return adapted(model, lora(1, rank=16), lora(2, ["q_proj", "v_proj"], rank=8))
+    return adapted(model, lora(1, rank=16, scale=2), lora(2, ["q_proj", "v_proj"], rank=8, scale=2))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", [("0",), ("1",), ("0", "1"), ()], ids="+".join)
 def test_logits_of_lora_on_a_gpu(large, names, adapter_dtype):
-    wrapped, ids = copy.deepcopy(large).cuda(), tokens(13, device="cuda")
+    """On average over texts. The error of one text in bfloat16 is chance: attention is sharp in these models."""
+    wrapped, texts = copy.deepcopy(large).cuda(), [tokens(13, seed, device="cuda") for seed in range(12)]
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(adapter_dtype)
     model = wrapped.get_base_model()
     fuse(model)
     activate(*names)(wrapped) if names else wrapped.base_model.disable_adapter_layers()
-    exact = logits_of(copy.deepcopy(model).float(), ids)
-    own = (logits_of(model, ids) - exact).norm()
+    exact = copy.deepcopy(model).float()
+
+    def errors():
+        return torch.stack([(logits_of(model, ids) - logits_of(exact, ids)).norm() for ids in texts])
+
+    own = errors()
     with torch.no_grad(), fused(model):
-        ours = (logits_of(model, ids) - exact).norm()
-    assert ours <= 1.2 * own + 1e-3 * exact.norm()
+        ours = errors()
+    assert (ours / own).log().mean().exp() <= 1.2
     assert len(replacements(model, AttentionForward)) == 3
 
 

@@ -187,7 +187,7 @@ class _Answers:
 
     def __init__(self) -> None:
         # memory, version and answer
-        self._known: MutableMapping[Tensor, tuple[int, int, bool]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._known: MutableMapping[Tensor, tuple[int, int, bool]] = WeakIdKeyDictionary()
 
     def __call__(self, tensor: Tensor, ask: Callable[[Tensor], Tensor]) -> bool:
         """Return what `ask` says of a tensor; one question per tensor."""
