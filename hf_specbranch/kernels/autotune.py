@@ -211,15 +211,13 @@ def _seconds(
     x: Tensor,
     plan: Plan | None,
 ) -> float:
-    """Measure a product and the norm that reads it, as in a layer: the norm also sums split-K partials.
+    """Measure a norm and a product: after a small kernel the product has time to set up, as in a layer.
 
     The weights alternate, so that they come from memory rather than from a cache.
     """
+    scale = torch.ones_like(x[0])
     calls = min(24, max(8, len(weights)))
-    first = product(x, weights[0], plan)  # compiled outside the capture
-    residual = x.new_zeros(first.shape)
-    scale = torch.ones_like(residual[0])
-    rms_norm(first, scale, 1e-6, residual)
+    product(rms_norm(x, scale, 1e-6)[0], weights[0], plan)  # compiled outside the capture
     stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(x.device))
     times: list[float] = []
@@ -227,7 +225,7 @@ def _seconds(
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in range(calls):
-                rms_norm(product(x, weights[call % len(weights)], plan), scale, 1e-6, residual)
+                product(rms_norm(x, scale, 1e-6)[0], weights[call % len(weights)], plan)
         finally:
             graph.capture_end()
         for _ in range(4):
@@ -244,9 +242,9 @@ def _seconds(
 def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
     """Build the kernels that a measurement would run, in a dry run."""
     x = weight.new_zeros((rows, weight.shape[1]))
+    rms_norm(x, torch.ones_like(x[0]), 1e-6)
     for plan in _candidates(weight, rows, kind):
-        product = _product(kind, None, x, weight, plan)
-        rms_norm(product, x.new_ones(product.shape[-1]), 1e-6, x.new_zeros(product.shape))
+        _product(kind, None, x, weight, plan)
 
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:

@@ -20,7 +20,7 @@ from .backend import (
     varying,
     wait_for_dependencies,
 )
-from .linear import BLOCK, STRIP, Plan, fits, streamed, tile
+from .linear import STRIP, Plan, fits, streamed, tile
 
 Activation = Literal["silu", "gelu_tanh"]  # of a gate; `activation.py` has them and others
 _BLOCK = 1024
@@ -48,11 +48,10 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Ac
     flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
     rows, depth = flat.shape
     out = flat.new_empty((rows, size))
-    programs = triton.cdiv(size, STRIP // 2)
-    _gated_product_kernel[(programs,)](
+    _gated_product_kernel[(triton.cdiv(size, STRIP // 2),)](
         flat, weight, weight if bias is None else bias, out, rows, size, depth, flat.stride(0), weight.stride(0),
-        BIAS=bias is not None, TANH=activation == "gelu_tanh", **tile(rows, programs, depth // BLOCK, x.device),
-        num_warps=4, num_stages=plan.stages, **dependent_launch(x.device),
+        BIAS=bias is not None, TANH=activation == "gelu_tanh", **tile(rows), num_warps=4, num_stages=plan.stages,
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out.view(*x.shape[:-1], size)
 
@@ -109,7 +108,6 @@ def _gated_product_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    AHEAD: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -117,7 +115,7 @@ def _gated_product_kernel(
     place = tl.arange(0, STRIP)
     column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may exceed the edge
     strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
-    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, AHEAD, PDL)
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     if BIAS:
         result += tl.load(bias + strip).to(tl.float32)[:, None]
     both = result.to(out.dtype.element_ty)

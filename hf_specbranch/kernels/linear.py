@@ -23,7 +23,6 @@ from .backend import (
     dependent_launch,
     jit,
     launch_dependents,
-    multiprocessors,
     prefetch,
     tl,
     triton,
@@ -34,8 +33,6 @@ from .backend import (
 MOST_ROWS = 32
 STRIP = 64  # rows of W per program: the fewest that tensor cores take directly from shared memory
 BLOCK = 128  # elements of the inner dimension per step
-RUNNING = 3  # programs that a multiprocessor has room for
-PREFETCHED = 8 << 20  # bytes of W that the programs of a product prefetch together while they wait for x
 
 
 class Plan(NamedTuple):
@@ -116,11 +113,9 @@ def _run(
     shape = torch.Size((*x.shape[:-1], columns))
     dtype = x.dtype if plan.splits == 1 else torch.float32
     target = flat.new_empty((plan.splits, rows, columns), dtype=dtype)
-    strips = triton.cdiv(columns, STRIP)
-    constants = tile(rows, strips * plan.splits, depth // BLOCK // plan.splits, x.device)
-    _product_kernel[(strips, plan.splits)](
+    _product_kernel[(triton.cdiv(columns, STRIP), plan.splits)](
         flat, weight, weight if bias is None else bias, target, rows, columns, depth, flat.stride(0), weight.stride(0),
-        BIAS=bias is not None, ACTIVATION=code_of(activation), **constants, num_warps=4, num_stages=plan.stages,
+        BIAS=bias is not None, ACTIVATION=code_of(activation), **tile(rows), num_warps=4, num_stages=plan.stages,
         **dependent_launch(x.device),
     )  # fmt: skip
     return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
@@ -144,23 +139,9 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> bool:
     )
 
 
-def tile(rows: int, programs: int, steps: int, device: torch.device) -> dict[str, int]:
-    """Return the tile sizes of a program, as kernel constants.
-
-    Args:
-        rows: of x.
-        programs: of the product.
-        steps: blocks of the inner dimension per program.
-        device: where it runs.
-    """
-    running = min(programs, RUNNING * multiprocessors(device))
-    ahead = max(1, min(steps, PREFETCHED // (running * STRIP * BLOCK * 2)))
-    return {"ROWS": tile_rows(rows), "STRIP": STRIP, "BLOCK": BLOCK, "AHEAD": 1 << (ahead.bit_length() - 1)}
-
-
-def tile_rows(rows: int) -> int:
-    """Return the rows of x that a tile has room for."""
-    return 16 if rows <= 16 else 32
+def tile(rows: int) -> dict[str, int]:
+    """Return the tile sizes of a program, as kernel constants."""
+    return {"ROWS": 16 if rows <= 16 else 32, "STRIP": STRIP, "BLOCK": BLOCK}
 
 
 @varying("rows")
@@ -179,7 +160,6 @@ def _product_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    AHEAD: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -188,7 +168,7 @@ def _product_kernel(
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
-    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, AHEAD, PDL)
+    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     if BIAS:
         if split == 0:
             result += tl.load(bias + strip).to(tl.float32)[:, None]
@@ -213,21 +193,21 @@ def streamed(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    AHEAD: constexpr,
     PDL: constexpr,
 ) -> Value:
     """Multiply rows `strip` of W by the rows of x, over blocks `begin` to `end` of the inner dimension: [STRIP, ROWS].
 
-    W is the left operand: tensor cores read it from shared memory, without passing through registers. Its first AHEAD
-    blocks are prefetched into L2 while the kernel that computes x may still run.
+    W is the left operand: tensor cores read it from shared memory, without passing through registers. Its first block
+    is prefetched while the kernel that computes x may still run; more would compete with that kernel for bandwidth.
     """
     inner = begin * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)
     left = weight + strip.to(tl.int64)[:, None] * weight_row + inner[None, :]
     right = x + row[None, :] * x_row + inner[:, None]
     if PDL:
-        ahead = tl.minimum(begin * BLOCK + cache_lines(weight, BLOCK * AHEAD), end * BLOCK - 1)
-        prefetch(weight + strip.to(tl.int64)[:, None] * weight_row + ahead[None, :])
+        prefetch(
+            weight + strip.to(tl.int64)[:, None] * weight_row + (begin * BLOCK + cache_lines(weight, BLOCK))[None, :]
+        )
     wait_for_dependencies(PDL)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for _ in range(begin, end):

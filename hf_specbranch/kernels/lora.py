@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .backend import FLOATS, Value, can_run, constexpr, dependent_launch, launch_dependents, tl, triton, varying
 from .gated import Activation, apply_gate, gated_reference
-from .linear import BLOCK, STRIP, Partials, Plan, fits, streamed, tile
+from .linear import STRIP, Partials, Plan, fits, streamed, tile
 from .low_rank import MOST_TERMS, LowRank, add_terms, epilogue_arguments, epilogue_constants, inner_product
 
 MOST_RANK = 64
@@ -52,12 +52,10 @@ def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, terms: LowRank,
     inner = inner_product(flat, terms)
     shape = torch.Size((*x.shape[:-1], columns))
     target = flat.new_empty((plan.splits, rows, columns), dtype=x.dtype if plan.splits == 1 else torch.float32)
-    strips = triton.cdiv(columns, STRIP)
-    constants = tile(rows, strips * plan.splits, depth // BLOCK // plan.splits, x.device)
-    _lora_product_kernel[(strips, plan.splits)](
+    _lora_product_kernel[(triton.cdiv(columns, STRIP), plan.splits)](
         flat, weight, weight if bias is None else bias, target, inner, *epilogue_arguments(terms), rows, columns, depth,
         flat.stride(0), weight.stride(0), terms.downs[0].shape[0], BIAS=bias is not None,
-        **epilogue_constants(inner, terms), **constants, num_warps=4, num_stages=plan.stages,
+        **epilogue_constants(inner, terms), **tile(rows), num_warps=4, num_stages=plan.stages,
         **dependent_launch(x.device),
     )  # fmt: skip
     return target.view(shape) if plan.splits == 1 else Partials(target, shape, x.dtype)
@@ -70,12 +68,10 @@ def lora_gated_product(
     flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
     rows, depth = flat.shape
     inner, out = inner_product(flat, terms), flat.new_empty((rows, size))
-    programs = triton.cdiv(size, STRIP // 2)
-    constants = tile(rows, programs, depth // BLOCK, x.device)
-    _lora_gated_kernel[(programs,)](
+    _lora_gated_kernel[(triton.cdiv(size, STRIP // 2),)](
         flat, weight, weight if bias is None else bias, out, inner, *epilogue_arguments(terms), rows, size, depth,
         flat.stride(0), weight.stride(0), terms.downs[0].shape[0], BIAS=bias is not None,
-        TANH=activation == "gelu_tanh", **epilogue_constants(inner, terms), **constants, num_warps=4,
+        TANH=activation == "gelu_tanh", **epilogue_constants(inner, terms), **tile(rows), num_warps=4,
         num_stages=plan.stages, **dependent_launch(x.device),
     )  # fmt: skip
     return out.view(*x.shape[:-1], size)
@@ -128,7 +124,6 @@ def _lora_product_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    AHEAD: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -137,7 +132,7 @@ def _lora_product_kernel(
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
-    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, AHEAD, PDL)
+    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     result = add_terms(  # to one of the partials
         result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
         tl.where(split == 0, strip, -1), rows, rank, TERMS, PARTIALS, RANK, ROWS,
@@ -184,7 +179,6 @@ def _lora_gated_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
-    AHEAD: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -192,7 +186,7 @@ def _lora_gated_kernel(
     place = tl.arange(0, STRIP)
     column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may exceed the edge
     strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
-    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, AHEAD, PDL)
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     result = add_terms(
         result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
         strip, rows, rank, TERMS, PARTIALS, RANK, ROWS,

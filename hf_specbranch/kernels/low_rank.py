@@ -21,7 +21,7 @@ from .backend import (
     varying,
     wait_for_dependencies,
 )
-from .linear import BLOCK, tile_rows
+from .linear import BLOCK, tile
 
 MOST_TERMS = 3  # layers with adapters in one product: q, k and v
 
@@ -44,7 +44,7 @@ def inner_product(flat: Tensor, terms: LowRank) -> Tensor:
     first = terms.downs[0]
     _inner_kernel[(count, splits)](
         flat, *terms.downs, *[first] * (MOST_TERMS - count), inner, rows, rank, depth, flat.stride(0),
-        ROWS=tile_rows(rows), RANK=padded, BLOCK=BLOCK, num_warps=4, num_stages=3 if padded <= 32 else 2,
+        ROWS=tile(rows)["ROWS"], RANK=padded, BLOCK=BLOCK, num_warps=4, num_stages=3 if padded <= 32 else 2,
         **dependent_launch(flat.device),
     )  # fmt: skip
     return inner
