@@ -132,16 +132,20 @@ def test_draft_step_is_the_difference_of_stages(pair, monkeypatch):
 def test_latency_is_measured_and_printed(pair, finished):
     benchmark, ours = finished[0], Overrides(max_draft_length=4)
     found = {
-        "time_to_first_token": latency.time_to_first_token(pair, benchmark.inputs, ours, 30, repeats=1),
+        "time_to_first_token": [latency.time_to_first_token(pair, benchmark.inputs, ours, 30, repeats=1)],
+        "step_cost": latency.step_cost(pair, benchmark.inputs, ours, [(20, 1), (20, 3)], repeats=1),
         "round_cost": latency.round_cost(pair, benchmark.inputs, ours, (238, 244), repeats=1),
         "stability": latency.stability(pair, benchmark.inputs[0], ours, 3, NEW_TOKENS),
     }
-    assert found["time_to_first_token"]["prompt_tokens"] == 30 and found["time_to_first_token"]["ratio"] > 0
+    assert found["time_to_first_token"][0]["prompt_tokens"] == 30 and found["time_to_first_token"][0]["ratio"] > 0
+    one, three = found["step_cost"]
+    assert three["rows"] == 3 and three["limit_ms"] > one["limit_ms"] > 0 and three["ratio"] > 0
     assert [row["context"] for row in found["round_cost"]] == [238, 244]
     speeds = found["stability"]["tokens_per_second"]
     assert len(speeds) == 3 and found["stability"]["ratio"] == pytest.approx(speeds[-1] / speeds[0])
     text = "\n".join(latency.lines(found))
     assert "at 244 tokens of context" in text and "3 runs" in text and "30-token prompt" in text
+    assert "3 rows at 20 tokens" in text
 
 
 def test_each_kernel_is_timed(pair):

@@ -1,8 +1,11 @@
-"""Measure the policy specbranch further: time to the first token, ms per round by context, stability over many runs.
+"""Measure further: time to the first token, ms per round by context, ms per step by rows, stability over many runs.
 
     python examples/benchmarks/latency.py --first-token-at 100 --rounds-at 100,400 --runs 20
-    python examples/benchmarks/latency.py --grow 7b:68m --device cuda --dtype bfloat16 --first-token-at 1000 \\
-        --rounds-at 500,4000 --runs 100
+    python examples/benchmarks/latency.py --grow 7b:68m --device cuda --dtype bfloat16 --first-token-at 1000,8000 \\
+        --rounds-at 500,4000 --steps-at 240,32000 --rows 1,16 --runs 100
+
+A step is one token per row of autoregressive decoding; its limit is the time to read the weights, keys and values. All
+others use the policy specbranch.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specbranch.bench.limit import copy_bandwidth, token_cost
 from hf_specbranch.bench.methods import Method, Overrides, Pair
-from hf_specbranch.bench.timing import TimingStreamer, generate_once
+from hf_specbranch.bench.timing import TimingStreamer, cache_bytes, generate_once
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lab import check_context, finish, inputs_of, load, overrides, parser_for, whole_numbers  # noqa: E402
@@ -36,11 +40,15 @@ def prompt_of_length(all_inputs: list[dict[str, Tensor]], length: int) -> dict[s
 def time_to_first_token(
     pair: Pair, all_inputs: list[dict[str, Tensor]], ours: Overrides, length: int, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """Time plain `generate()` and specbranch in turns on a prompt of `length` tokens, after a warm-up; medians."""
+    """Time plain `generate()` and specbranch in turns on a prompt of `length` tokens, after a warm-up; medians.
+
+    The second token is another one each time, so that nothing is reused of the prompt before.
+    """
     inputs = prompt_of_length(all_inputs, length)
     methods = {"plain": Method("plain"), "specbranch": Method("specbranch", ours.settings("specbranch"), drafts=True)}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 1):
+        inputs["input_ids"][:, 1:2] = turn + 1
         for name, method in methods.items():
             streamer = TimingStreamer()
             generate_once(pair, method, inputs, FIRST_TOKENS, streamer)
@@ -71,6 +79,31 @@ def round_cost(
         ratio = ms / rows[0]["ms_per_round"] if rows else 1.0
         rows.append({"context": context, "ms_per_round": ms, "rounds": passes, "ratio_to_first": ratio})
     return rows
+
+
+def step_cost(
+    pair: Pair,
+    all_inputs: list[dict[str, Tensor]],
+    ours: Overrides,
+    sizes: list[tuple[int, int]],
+    repeats: int = REPEATS,
+) -> list[dict[str, Any]]:
+    """Return ms per step of autoregressive decoding for each (context, rows), and the limit."""
+    method = Method("autoregressive", ours.settings("autoregressive"))
+    bandwidth, weights = copy_bandwidth(pair.target.device), token_cost(pair.target).bytes
+    found: list[dict[str, Any]] = []
+    for context, rows in sizes:
+        inputs = {name: value.repeat(rows, 1) for name, value in prompt_of_length(all_inputs, context).items()}
+        costs = []
+        for _ in range(repeats + 2):
+            stats = generate_once(pair, method, inputs, _room(pair, context)).stats
+            assert stats is not None
+            passes = stats.target_forwards - 1
+            costs.append((stats.total_seconds - stats.time_to_first_token) / max(1, passes) * 1000)
+        cached = rows * cache_bytes(pair.target, context + ROUND_TOKENS // 2)
+        limit, ms = 1000 * (weights + cached) / bandwidth, median(costs[2:])  # the first two capture
+        found.append({"context": context, "rows": rows, "ms_per_step": ms, "limit_ms": limit, "ratio": ms / limit})
+    return found
 
 
 def _room(pair: Pair, context: int) -> int:
@@ -109,7 +142,7 @@ def allocated_memory(model: Any) -> int | None:
 def lines(found: dict[str, Any]) -> list[str]:
     """Return what was measured as text."""
     text = []
-    if first := found.get("time_to_first_token"):
+    for first in found.get("time_to_first_token", ()):
         text.append(
             f"first token of a {first['prompt_tokens']}-token prompt: plain {first['plain_ms']:.1f} ms, specbranch "
             f"{first['specbranch_ms']:.1f} ms, ratio {first['ratio']:.2f}"
@@ -118,6 +151,11 @@ def lines(found: dict[str, Any]) -> list[str]:
         text.append(
             f"at {row['context']} tokens of context: {row['ms_per_round']:.2f} ms per round, "
             f"{row['ratio_to_first']:.2f} times the first"
+        )
+    for row in found.get("step_cost", ()):
+        text.append(
+            f"{row['rows']} rows at {row['context']} tokens of context: {row['ms_per_step']:.3f} ms per step, "
+            f"{row['ratio']:.2f} times the limit of {row['limit_ms']:.3f} ms"
         )
     if runs := found.get("stability"):
         memory = [runs[f"allocated_bytes_{when}"] for when in ("first", "last")]
@@ -132,22 +170,33 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--first-token-at", type=int, help="time the first token of a prompt of this length")
+    parser.add_argument("--first-token-at", type=whole_numbers, default=(), help="time the first token after these")
     parser.add_argument("--rounds-at", type=whole_numbers, default=(), help="time rounds at these contexts")
+    parser.add_argument(
+        "--steps-at", type=whole_numbers, default=(), help="time autoregressive steps at these contexts"
+    )
+    parser.add_argument("--rows", type=whole_numbers, default=(1,), help="for --steps-at: batch sizes (default: 1)")
     parser.add_argument("--runs", type=int, help="run one prompt this often, and compare the last runs with the first")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="for --runs (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=REPEATS, help="counted repeats (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.first_token_at is None and not args.rounds_at and args.runs is None:
-        parser.error("nothing to measure: give --first-token-at, --rounds-at or --runs")
+    contexts = [*args.first_token_at, *args.rounds_at, *args.steps_at]
+    if not contexts and args.runs is None:
+        parser.error("nothing to measure: give --first-token-at, --rounds-at, --steps-at or --runs")
     pair, ours = load(args), overrides(args)
-    check_context(pair, [*args.rounds_at, *([args.first_token_at] if args.first_token_at else [])], FIRST_TOKENS)
+    check_context(pair, contexts, FIRST_TOKENS)
     inputs = [each for _, each in inputs_of(args, pair)]
     found: dict[str, Any] = {}
-    if args.first_token_at is not None:
-        found["time_to_first_token"] = time_to_first_token(pair, inputs, ours, args.first_token_at, args.repeat)
+    if args.first_token_at:
+        found["time_to_first_token"] = [
+            time_to_first_token(pair, inputs, ours, length, args.repeat) for length in args.first_token_at
+        ]
     if args.rounds_at:
         found["round_cost"] = round_cost(pair, inputs, ours, args.rounds_at, args.repeat)
+    if args.steps_at:
+        # Several rows at the first context only: a cache of many long rows does not fit every GPU.
+        sizes = [(args.steps_at[0], rows) for rows in args.rows] + [(context, 1) for context in args.steps_at[1:]]
+        found["step_cost"] = step_cost(pair, inputs, ours, sizes, args.repeat)
     if args.runs is not None:
         found["stability"] = stability(pair, inputs[0], ours, args.runs, args.max_new_tokens)
     finish(args, found, lines(found))
