@@ -109,8 +109,10 @@ class Drafter:
 
     def remember(self, tokens: list[int]) -> None:
         if (runner := self.model.runner).remembered.tokens:  # there is one row, without padding
-            read = torch.minimum(self.round.pending.cached, self.round.pending.start)
-            runner.remembered = Remembered(tokens[: int(read[0])])  # waits for the device
+            read = len(tokens) - self.max_tokens_per_round - 2  # a round reads all but two tokens of the text before it
+            if not self.round.static_shapes:  # the device may be asked
+                read = int(torch.minimum(self.round.pending.cached, self.round.pending.start)[0])
+            runner.remembered = Remembered(tokens[: max(0, read)])
 
     def _slots_shown(self, reached: int) -> int:
         """See `EagerRunner.bucket`."""

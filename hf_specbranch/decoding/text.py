@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as sc
 
-from ..runtime.static_buffers import Buffers, DeviceCopy
+from ..runtime.static_buffers import Buffers, DeviceCopy, HostCopies
 from .acceptance import NO_TOKEN, Acceptance
 from .resolve import NONE, DraftTokens, RoundResult, RowResult, VerifyResult
 from .scoring import Prefixes
@@ -63,6 +63,8 @@ class Text:
         self.stopper, self.pad_token, self.in_step, self.streamer = stopper, pad_token, in_step, streamer
         self.new: list[list[int]] = [[] for _ in range(rows)]  # tokens added, on the host
         self.prompt_tokens: list[int] | None = None  # of the first row, on the host, once they are needed
+        self.prompt_copy = HostCopies(self.ids.device)
+        self.prompt_copy.send(self.ids[:1, : self.prompt_length])
         self.appended = [0] * rows  # of these, how many await `commit`; only for rows in step
         self.streamed = 0  # of these, how many columns the streamer has got
         self.gained = 0  # tokens added, over all rows
@@ -87,9 +89,9 @@ class Text:
         return max(self.lengths) + in_flight >= self.stopper.max_length
 
     def row_tokens(self) -> list[int]:
-        """The final tokens of the first row, prompt included, on the host. The first call waits for the device."""
+        """The final tokens of the first row, prompt included, on the host. The prompt arrives with the first token."""
         if self.prompt_tokens is None:
-            self.prompt_tokens = self.ids[0, : self.prompt_length].tolist()
+            (self.prompt_tokens,) = self.prompt_copy.read()
         return self.prompt_tokens + self.new[0]
 
     def ended_rows(self, pause: int | None) -> tuple[bool, ...]:
