@@ -50,7 +50,7 @@ MIXTURES = {
         lambda: tf.GraniteMoeForCausalLM(
             tf.GraniteMoeConfig(**_USUAL, num_local_experts=8, num_experts_per_tok=3, residual_multiplier=0.5)
         ),
-        {**ALL, LayerForward: 0},  # its layers scale what they add
+        ALL,  # its layers scale what they add
     ),
     "glm4-moe": (
         lambda: tf.Glm4MoeForCausalLM(

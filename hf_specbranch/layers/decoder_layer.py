@@ -45,6 +45,7 @@ STRUCTURES = (
 )
 NORM_NAMES = set().union(*(structure.norms for structure in STRUCTURES))
 ATTENTION_NAMES = ("self_attn", "attention")
+MLP_NAMES = ("mlp", "block_sparse_moe")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 
@@ -64,9 +65,9 @@ class LayerForward(Replacement):
     ) -> None:
         super().__init__([*layer_norms(module), *([] if following is None else [following])])
         self.module, self.structure, self.ahead, self.form, self.following = module, structure, ahead, form, following
-        self.attention = attention_of(module)
+        self.attention, self.mlp = attention_of(module), mlp_of(module)
         self.scale = float(getattr(module, "residual_multiplier", 1.0))
-        self.has_ties = looks_like_mixture(module.mlp)
+        self.has_ties = looks_like_mixture(self.mlp)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         structure, residual = self.structure, hidden_states
@@ -85,8 +86,8 @@ class LayerForward(Replacement):
                 out, residual, self._norm(structure.before_mlp), self._norm(structure.after_attention), scale=self.scale
             )
             normed = residual if middle is None else middle
-        self.ahead.sums_partials = gives_partials(self.module.mlp)
-        out = self.module.mlp(normed)
+        self.ahead.sums_partials = gives_partials(self.mlp)
+        out = self.mlp(normed)
         if not isinstance(out, Tensor | Partials):
             out = out[0]  # some mixtures also return the weights of their experts
         self.ahead.sums_partials = False
@@ -135,13 +136,17 @@ def structures_of(module: nn.Module) -> list[Structure]:
 
 def looks_like_layer(module: Any) -> bool:
     """Return whether a module has attention, an MLP and norms in a known structure."""
-    return bool(attention_of(module) and submodules(module, ("mlp",)) and structures_of(module))
+    return bool(attention_of(module) and mlp_of(module) and structures_of(module))
 
 
 def attention_of(module: Any) -> Any:
     """Return the attention of a layer, under one of its names; None if there is none."""
-    found = [inner for name in ATTENTION_NAMES for inner in submodules(module, (name,))]
-    return found[0] if found else None
+    return next((inner for name in ATTENTION_NAMES for inner in submodules(module, (name,))), None)
+
+
+def mlp_of(module: Any) -> Any:
+    """Return the MLP or the mixture of experts of a layer, under one of its names; None if there is none."""
+    return next((inner for name in MLP_NAMES for inner in submodules(module, (name,))), None)
 
 
 def layer_norms(module: Any) -> list[nn.Module]:
