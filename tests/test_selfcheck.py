@@ -215,6 +215,7 @@ def test_latent_attention_reads_memory_that_exists(dtype):
     own = SpecBranchConfig(policy="autoregressive", kernels=True)
     out = model.generate(ids, **kwargs, specbranch=own)
     torch.cuda.synchronize()
-    assert model.specbranch_stats.runtime == "graph"
-    if dtype == torch.float32:
+    if dtype == torch.float32:  # the model's own experts run, which wait for the device
         assert torch.equal(out, model.generate(ids, **kwargs, specbranch=False))
+    else:
+        assert model.specbranch_stats.runtime == "graph"
