@@ -72,7 +72,7 @@ def test_sizes_allow_capture():
     assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= SPARE_SLOTS
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 0)])
+@pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 32)])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 512, 513])
 def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
     """Only short prompts take the captured path. The limit counts all rows."""

@@ -150,15 +150,6 @@ class TextSource:
         """Return a prompt of exactly this length."""
         return (self.start + self.tokens(max(0, length - len(self.start))))[:length]
 
-    def varied(self, item: Item) -> Item:
-        """Return an item of the same lengths and almost the same text of which no longer prefix was seen before.
-
-        The second token of each row is replaced. (The first may be a beginning-of-sequence token.) The text that
-        follows is mostly the same, so that times compare.
-        """
-        prompts = [[*row[:1], self.chance.choice(self.vocabulary), *row[2:]] for row in item.prompts]
-        return Item(prompts, item.cached)
-
 
 def inputs_of(item: Item, pair: Pair) -> dict[str, Tensor]:
     """Return `input_ids` [B, P] and `attention_mask` [B, P], padded on the left."""

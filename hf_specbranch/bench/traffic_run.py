@@ -4,8 +4,8 @@ The order of a run:
 
 1. A warm-up of all sizes if requested; then one ordinary call.
 2. Every kind of traffic, call by call, each once.
-3. After everything, the steady time of each call: the fastest of a few repetitions in a row. A repetition has another
-   prompt of the same length, since a prompt that is repeated as it is need not be read again.
+3. After everything, the steady time of each call: the fastest of a few repetitions in a row. A repetition reads its
+   whole prompt again, as if no text before had begun like it.
 4. Some calls are compared with plain `generate()`.
 """
 
@@ -25,7 +25,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..mixin import specbranch
+from ..model_state import state_of
 from ..progress import Progress
+from ..runtime.eager import NOTHING
 from ..stats import SpecBranchStats
 from .methods import Pair
 from .results import Difference, difference
@@ -185,15 +187,15 @@ class TrafficBenchmark:
             self.steady[item] = min(runs, key=lambda call: call.seconds)
 
     def repeat(self, item: Item) -> Call:
-        """Make a call once more with another prompt of the same length."""
-        varied = self.source.varied(item)
-        if varied.cached is None:
-            return self.call(varied)
-        cache = DynamicCache(config=self.pair.target.config)
-        if varied.cached:
-            read = inputs_of(Item([varied.prompts[0][: varied.cached]]), self.pair)
+        """Make a call once more: the same text, of which nothing is reused."""
+        cache = None if item.cached is None else DynamicCache(config=self.pair.target.config)
+        if item.cached:
+            read = inputs_of(Item([item.prompts[0][: item.cached]]), self.pair)
             self.model.generate(**read, past_key_values=cache, max_new_tokens=1, do_sample=False, specbranch=False)
-        return self.call(varied, cache)
+        for model in (self.pair.target, self.pair.draft):
+            for runner in state_of(model).idle_runners:
+                runner.remembered = NOTHING
+        return self.call(item, cache)
 
     def compare(self, name: str, replay: Replay) -> None:
         """Compare the tokens of some calls with those of plain `generate()`."""

@@ -15,7 +15,7 @@ from ..config import SpecBranchConfig
 from ..progress import Progress
 from ..runtime.eager import NOTHING, EagerRunner, round_up
 from ..runtime.overlap import Overlap
-from ..runtime.prefill import MOST, SIZES, STEP, can_prefill, prefill, read_in_spare_slots
+from ..runtime.prefill import STEP, can_prefill, captured_sizes, prefill, read_in_spare_slots
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
@@ -62,7 +62,7 @@ def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
 
 
 def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
-    for size in SIZES if runner.takes_spans and rows == 1 else range(STEP, MOST // rows + 1, STEP):
+    for size in captured_sizes(rows, runner.takes_spans):
         tokens = torch.zeros((rows, size), dtype=torch.long, device=runner.device)
         if can_prefill(runner, tokens, padded=False):
             prefill(runner, tokens, torch.zeros_like(tokens), tokens[:, :1])

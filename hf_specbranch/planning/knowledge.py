@@ -50,6 +50,8 @@ class Knowledge:
         missed: seconds that a plan would have saved, had its stages been captured.
         generations: how many generations have been timed.
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
+        evaluation_seconds: how long the last evaluation took.
+        unplanned_seconds: of generation since then.
         texts: recordings of agreement on the last texts.
         sizes: of target and draft, counted once.
         file: where all this is kept, if anywhere.
@@ -61,6 +63,8 @@ class Knowledge:
     missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
     generations: int = 0
     next_evaluation: int = 0
+    evaluation_seconds: float = 0.0
+    unplanned_seconds: float = 0.0
     texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))
     sizes: tuple[ModelSize, ModelSize] | None = None
     file: PairFile | None = None

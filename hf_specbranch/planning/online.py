@@ -8,6 +8,7 @@ segments, since they show whether drafting pays. They take no longer than plain 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from math import inf
 from typing import NamedTuple
@@ -39,6 +40,9 @@ EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, l
 # takes longer than a better plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
+# Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
+# this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
+MOST_PLANNING = 0.03
 
 
 class PlanSegment(NamedTuple):
@@ -220,8 +224,10 @@ class Planner:
     def _learn(self, segment: PlanSegment, timing: SegmentTiming, ending: bool = False) -> bool:
         """Record the timing of a segment that followed a choice; return whether to re-evaluate that choice."""
         reliable = self._record(segment, timing)
+        self.known.unplanned_seconds += timing.seconds
         may_pause = ending or segment.plan.policy == "autoregressive"
         is_off = reliable and self._is_off(segment, timing)
+        is_off = is_off and self.known.evaluation_seconds <= MOST_PLANNING * self.known.unplanned_seconds
         return is_off or self.key not in self.known.choices or (may_pause and self._is_due())
 
     def _next_choice(self, segment: PlanSegment, timing: SegmentTiming, due: bool) -> Choice:
@@ -278,6 +284,12 @@ class Planner:
             plan: the plan that is being followed; kept unless another is clearly faster.
             timing: the timing of its last segment.
         """
+        began = time.perf_counter()
+        choice = self._evaluated(plan, timing)
+        self.known.evaluation_seconds, self.known.unplanned_seconds = time.perf_counter() - began, 0.0
+        return choice
+
+    def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming) -> Choice | None:
         known, costs = self.known, self.costs()
         reads = self.captured or READING_STEPS * costs.draft_step < max(MOMENT, MOST_READING * self.seconds)
         recorded = self.agreements() if reads else []

@@ -18,7 +18,7 @@ from .eager import EagerRunner, make_spans
 # With a 7B model on an H200, the first token after a prompt of 129 tokens takes 22 ms if the prompt is padded to 256
 # tokens (28 ms to 512, 36 ms to 1,024). After a prompt of 1,000 tokens it takes 32 ms (58 ms if kernels are launched
 # one by one).
-STEP, MOST = 256, 1024  # a short text is read in one pass: a multiple of STEP tokens, with all rows up to MOST
+STEP, MOST = 256, 1024  # a short text is read in one pass: a multiple of STEP tokens, or less where rows are many
 SIZES = 256, 512, 1024  # the sizes of passes over one row, under spans
 LONG_PASS = 8192  # tokens of all rows in a pass that is not captured; such a pass is limited by the device
 
@@ -45,7 +45,7 @@ def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tenso
     if rows == 1 and runner.takes_spans:
         sizes = passes(left)
     elif _fits_one_pass(tokens[:, start:]):
-        sizes = iter([(padded_length(left), left)])
+        sizes = iter([(padded_length(left, rows), left)])
     else:
         columns = max(1, LONG_PASS // rows)
         sizes = ((min(columns, left - begin),) * 2 for begin in range(0, left, columns))
@@ -56,8 +56,8 @@ def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tenso
 
 
 def _fits_one_pass(tokens: Tensor) -> bool:
-    """Return whether a captured pass can read tokens [B, N], padded to a multiple of STEP."""
-    return tokens.shape[0] * padded_length(tokens.shape[1]) <= MOST
+    """Return whether a captured pass can read tokens [B, N] and their padding."""
+    return tokens.shape[0] * padded_length(tokens.shape[1], tokens.shape[0]) <= MOST
 
 
 def passes(count: int) -> Iterator[tuple[int, int]]:
@@ -90,7 +90,8 @@ def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor,
     seen = torch.ones((rows, start + size), dtype=torch.bool, device=tokens.device)
     visible = runner.visible(make_spans(first, slots + 1), start + size, seen)
     tokens = pad(tokens, (size - count, 0))
-    forward = runner.forward if rows * size <= MOST else runner.forward_uncaptured
+    captured = rows * size <= MOST and size % step_of(rows) == 0  # the end of a long text has any other size
+    forward = runner.forward if captured else runner.forward_uncaptured
     return forward(tokens, positions, slots, visible, **runner.last_logits_only).logits[:, -1:]
 
 
@@ -115,6 +116,23 @@ def read_in_spare_slots(runner: EagerRunner, tokens: Tensor, rows: int) -> Tenso
     return runner.forward(tokens, positions, slots, visible).logits[:1, :length]
 
 
-def padded_length(length: int) -> int:
-    """Return the next length for which a pass is captured under masks."""
-    return -(-length // STEP) * STEP
+def captured_sizes(rows: int, takes_spans: bool) -> list[int]:
+    """Return the sizes of all passes that are captured for a number of rows.
+
+    Example:
+        >>> captured_sizes(8, takes_spans=True)
+        [128]
+    """
+    if rows == 1 and takes_spans:
+        return list(SIZES)
+    return list(range(step_of(rows), MOST // rows + 1, step_of(rows)))
+
+
+def padded_length(length: int, rows: int) -> int:
+    """Return the next length for which a pass over several rows, or under masks, is captured."""
+    return -(-length // step_of(rows)) * step_of(rows)
+
+
+def step_of(rows: int) -> int:
+    """Return the step between these lengths: STEP, or the largest power of two of which one pass has room."""
+    return min(STEP, 1 << (max(1, MOST // rows).bit_length() - 1))
