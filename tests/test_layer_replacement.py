@@ -13,6 +13,7 @@ from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.linear import Plan, fits
 from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.angles import AnglesForward, layer_types_of
 from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.base import split_graph
 from hf_specbranch.layers.decoder_layer import LayerForward
@@ -71,6 +72,7 @@ def test_dense_models_are_replaced_whole(family):
         kinds = [type(getattr(module.forward, "ours", None)) for module in model.modules()]
     for kind in (AttentionForward, MlpForward, LayerForward):
         assert kinds.count(kind) == model.config.num_hidden_layers
+    assert kinds.count(AnglesForward) == 1
     attention = getattr(model.base_model.layers[0], "self_attn", None)
     if hasattr(attention, "q_proj"):
         assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
@@ -85,6 +87,21 @@ def test_length_dependent_angles_are_not_replaced(kind, expected):
     else:
         module.rope_type = kind
     assert (module in replacements(model)) is expected
+
+
+@pytest.mark.parametrize("odd", [None, "kind", "frequencies"])
+def test_angles_by_type_of_layer(odd):
+    """All types of layers must be known: one module computes the angles of each."""
+    model = make("gemma3")
+    module = model.model.rotary_emb
+    if odd == "kind":
+        module.rope_type = {**module.rope_type, "full_attention": "dynamic"}
+    elif odd == "frequencies":
+        module.full_attention_inv_freq = module.full_attention_inv_freq[None]
+    assert set(module.rope_type) == {"full_attention", "sliding_attention"}
+    assert len(layer_types_of(module)) == (2 if odd is None else 0)
+    if odd is None:
+        assert module in replacements(model)
 
 
 @pytest.mark.parametrize("family", ["glm4", "cohere2", "gpt-neox"])
