@@ -17,15 +17,12 @@ from torch import Tensor
 
 from .backend import (
     Value,
-    cache_lines,
     can_run,
     constexpr,
     dependent_launch,
-    jit,
     launch_dependents,
     multiprocessors,
     power_of_two,
-    prefetch,
     tl,
     triton,
     varying,
@@ -222,15 +219,6 @@ def _split_kernel(
     keys = key + row * key_row + shared * key_head
     values = value + row * value_row + shared * value_head
     masks = mask + row * mask_row + (token * mask_query)[:, None]
-    if PDL and MASK == 3 and not EXACT:
-        # Spans are written long before, and so is most of the cache: its first block comes from memory during the wait.
-        _first, _end, _own_first, _own_end, before_first, number = load_spans(masks, real, BLOCK)
-        if split < number:
-            slot = (before_first + split) * BLOCK + tl.arange(0, BLOCK)
-            place = tl.minimum(slot, slots - 1).to(tl.int64)[:, None]
-            line = cache_lines(key, SIZE)[None, :]
-            prefetch(keys + place * key_slot + line)
-            prefetch(values + place * value_slot + line)
     wait_after(row + shared + head + token, PDL)
     query_tile = tl.load(queries_at, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -238,7 +226,16 @@ def _split_kernel(
     result = tl.zeros((TILE, SIZE), tl.float32)
     # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use.
     if MASK == 3:
-        first, end, own_first, own_end, before_first, number = load_spans(masks, real, BLOCK)
+        first = tl.load(masks, mask=real[:, None], other=0)
+        end = tl.load(masks + 1, mask=real[:, None], other=0)
+        own_first = tl.load(masks + 2, mask=real[:, None], other=0)
+        own_end = tl.load(masks + 3, mask=real[:, None], other=0)
+        # Empty spans of a query must not widen the range that its tile reads.
+        far: tl.constexpr = 2147483647
+        lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
+        highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
+        before_first = tl.min(tl.min(lowest, 1), 0) // BLOCK
+        number = tl.cdiv(tl.max(tl.max(highest, 1), 0), BLOCK) - before_first
         listed_first = before_first
     else:
         # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
@@ -303,25 +300,6 @@ def _split_kernel(
         tl.store(sums + before + target, total, mask=real)
         used = inside_tile & (top > float("-inf"))[:, None]  # others are not read
         tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=used)
-
-
-@jit
-def load_spans(spans: Value, real: Value, BLOCK: constexpr) -> tuple[Value, Value, Value, Value, Value, Value]:
-    """Return the spans of the queries of a tile [T, 1], the first block of slots that one sees, and how many follow.
-
-    They are read from L2: what was read before the wait must not be in L1 after it.
-    """
-    first = tl.load(spans, mask=real[:, None], other=0, cache_modifier=".cg")
-    end = tl.load(spans + 1, mask=real[:, None], other=0, cache_modifier=".cg")
-    own_first = tl.load(spans + 2, mask=real[:, None], other=0, cache_modifier=".cg")
-    own_end = tl.load(spans + 3, mask=real[:, None], other=0, cache_modifier=".cg")
-    # Empty spans of a query must not widen the range that its tile reads.
-    far: tl.constexpr = 2147483647
-    lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
-    highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
-    before_first = tl.min(tl.min(lowest, 1), 0) // BLOCK
-    number = tl.cdiv(tl.max(tl.max(highest, 1), 0), BLOCK) - before_first
-    return first, end, own_first, own_end, before_first, number
 
 
 @varying("splits")

@@ -130,14 +130,6 @@ def prefetch(pointers: Value) -> None:
     )
 
 
-@jit
-def cache_lines(values: Value, SIZE: constexpr) -> Value:
-    """Return the offset of each cache line in a row of SIZE values."""
-    LINE: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
-    COUNT: tl.constexpr = SIZE // LINE if SIZE > LINE else 1
-    return tl.arange(0, COUNT) * LINE
-
-
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors: thread blocks that run at once, at one each."""

@@ -17,7 +17,6 @@ from torch.nn import functional
 from .activation import MlpActivation, activate, activated, code_of
 from .backend import (
     Value,
-    cache_lines,
     can_run,
     constexpr,
     dependent_launch,
@@ -205,9 +204,7 @@ def streamed(
     left = weight + strip.to(tl.int64)[:, None] * weight_row + inner[None, :]
     right = x + row[None, :] * x_row + inner[:, None]
     if PDL:
-        prefetch(
-            weight + strip.to(tl.int64)[:, None] * weight_row + (begin * BLOCK + cache_lines(weight, BLOCK))[None, :]
-        )
+        prefetch(weight + strip.to(tl.int64)[:, None] * weight_row + (begin * BLOCK + _lines(weight, BLOCK))[None, :])
     wait_for_dependencies(PDL)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for _ in range(begin, end):
@@ -215,6 +212,13 @@ def streamed(
         left += BLOCK
         right += BLOCK
     return result
+
+
+@jit
+def _lines(values: Value, BLOCK: constexpr) -> Value:
+    """Return the offset of each cache line in a row of BLOCK values."""
+    LINE: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
+    return tl.arange(0, BLOCK // LINE) * LINE
 
 
 @jit
