@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 POLICIES = ("auto", "autoregressive", "vanilla", "pearl", "specbranch")
 RUNTIMES = ("auto", "eager", "graph")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
+DRAFT_WEIGHTS = ("auto", "float8", "int8", None)
 DEFAULT_DRAFT_LENGTH = 8
 # An eager draft step costs a large part of a target pass, so it pays to stop early. A captured stage always runs all
 # its steps, so only the tokens per pass count.
@@ -118,6 +119,12 @@ class SpecBranchConfig:
         draft_sampling: how drafts are made when sampling. "greedy": the draft's likeliest tokens, best at low
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
+        draft_weights: how the draft's weights are stored in the copy that drafts: "float8" or "int8" takes half of the
+            bytes of half precision, None takes the draft as it is. "auto" takes int8 where that is faster: on a GPU,
+            for a draft that is not tiny. Only the draft is approximate; the output is the target's in any case.
+        draft_shortlist: the tokens that the draft may propose, beside those of the text: a number (those with the
+            lowest ids, which most tokenizers give to the most frequent ones), a JSON file with a list of ids, or None
+            for all. "auto" takes a shortlist where that is faster: on a GPU, for a large vocabulary.
         memory_budget: the fraction of a GPU's memory that KV caches, buffers and graphs may keep between calls, for all
             models and batch sizes together. The least recently used are freed first. It does not limit a call that is
             running. If memory runs out, all that is kept is freed and the allocation is repeated.
@@ -141,6 +148,8 @@ class SpecBranchConfig:
     overlap: bool = True
     kernels: bool | str = "auto"
     draft_sampling: str = "auto"
+    draft_weights: str | None = "auto"
+    draft_shortlist: int | str | None = "auto"
     memory_budget: float = MEMORY_BUDGET
     prefix_reuse: bool = True
 
@@ -153,6 +162,9 @@ class SpecBranchConfig:
             object.__setattr__(self, "runtime", "auto")
         _one_of("runtime", self.runtime, RUNTIMES)
         _one_of("draft_sampling", self.draft_sampling, DRAFT_SAMPLING)
+        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        if self.draft_shortlist is not None and not isinstance(self.draft_shortlist, str):
+            _whole_number("draft_shortlist", self.draft_shortlist, or_else=', a JSON file, None or "auto"')
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
@@ -174,6 +186,11 @@ class SpecBranchConfig:
         head = self.length_head
         if not (head is None or isinstance(head, str) or callable(head)):
             raise ValueError(f"length_head={head!r}: expected None, a path, a repository id or a callable")
+
+    @property
+    def draft_form(self) -> tuple[str | None, int | str | None]:
+        """The settings that say which copy of the draft drafts."""
+        return self.draft_weights, self.draft_shortlist
 
     @property
     def draft_length(self) -> int:
@@ -255,7 +272,7 @@ class SpecBranchConfig:
             raise ValueError(f"settings {path}: {error}") from error
 
 
-def _one_of(name: str, given: object, choices: tuple[str, ...]) -> None:
+def _one_of(name: str, given: object, choices: tuple[str | None, ...]) -> None:
     if given not in choices:
         raise ValueError(f"{name}={given!r}: expected one of {', '.join(map(repr, choices))}")
 

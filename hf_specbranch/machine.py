@@ -54,7 +54,8 @@ def write_whole(path: Path, text: str) -> None:
 def shapes_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return what step costs depend on: shapes and dtypes of all weights, and the attention implementation."""
     weights = [(tuple(weight.shape), str(weight.dtype)) for weight in model.parameters()]
-    weights += [(tuple(part.shape), str(part.dtype)) for part in every_tensor(model) if not part.is_floating_point()]
+    packed = [part for part in every_tensor(model) if part.element_size() == 1 or not part.is_floating_point()]
+    weights += [(tuple(part.shape), str(part.dtype)) for part in packed]
     digest = hashlib.sha256(repr(weights).encode()).hexdigest()[:16]
     attention = str(getattr(model.config, "_attn_implementation", ""))
     return {"class": type(model).__name__, "weights": digest, "attention": attention}

@@ -222,7 +222,7 @@ class SpecBranchMixin(GenerationMixin):
         check_inputs(model, input_ids, model_kwargs)
         call = Call(
             model=model,
-            draft=request.draft,
+            draft=request.draft_of_call(model, bool(generation_config.do_sample)),
             config=request.config,
             hooks=request.hooks,
             generator=request.generator,

@@ -131,6 +131,18 @@ class Request:
     # Capture all stages instead of generating, and report progress here.
     warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
 
+    def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
+        """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
+        config, draft = self.config, self.draft
+        if draft is None or not POLICIES[config.policy].drafts:
+            return draft
+        off = (None,) if draft.device.type == "cuda" else (None, "auto")
+        if all(setting in off for setting in config.draft_form):
+            return draft
+        from .planning.draft_choice import draft_of_call
+
+        return draft_of_call(config, target, draft, samples)
+
 
 def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:
     """Return the speculation settings of a call: its own, else the generation config's, else the defaults.

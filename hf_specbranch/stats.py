@@ -25,6 +25,8 @@ class SpecBranchStats:
     Attributes:
         policy: the policy that ran.
         runtime: what ran the target: "eager" or "graph".
+        draft_weights: "float8" or "int8" if a copy of the draft with such weights has drafted; else empty.
+        draft_shortlist: how many tokens the draft could propose, if not all.
         slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
         graphs_captured: stages captured during this call, which takes time; later calls replay them.
         capture_seconds: time of this call that went into building kernels and capturing stages.
@@ -62,6 +64,8 @@ class SpecBranchStats:
 
     policy: str = ""
     runtime: str = ""
+    draft_weights: str = ""
+    draft_shortlist: int = 0
     slowed_by: str = ""
     graphs_captured: int = 0
     capture_seconds: float = 0.0

@@ -39,9 +39,9 @@ def exact_distribution(model, processors=()):
     return total.exp().numpy()
 
 
-def draw(settings, samples=SAMPLES, seed=0, processors=(), hooks=(), books_balance=True):
+def draw(settings, samples=SAMPLES, seed=0, processors=(), hooks=(), books_balance=True, pair=None):
     """How often each sequence came out, [V ** T]. A deliberate mutant need not keep its books in balance."""
-    model, draft = sampling_pair()
+    model, draft = sampling_pair() if pair is None else pair
     torch.manual_seed(seed)
     counts = np.zeros(len(SEQUENCES))
     weights = VOCABULARY ** torch.arange(NEW_TOKENS - 1, -1, -1)

@@ -37,7 +37,7 @@ SHORT = {  # each command on the small pair, as quick as it gets
     "head eval": ["--head", "{pair}/head", "--prompts", "{pair}/prompts.jsonl", "--max-new-tokens", "8"],
 }  # fmt: skip
 PROGRESS = ("importing torch and transformers", "loading the models")
-WITHOUT_A_PAIR = {"families", "head train", "head push", "head search"}
+WITHOUT_A_PAIR = {"families", "shortlist", "head train", "head push", "head search"}
 
 
 def all_commands():

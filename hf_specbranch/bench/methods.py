@@ -57,6 +57,7 @@ class Overrides(NamedTuple):
     max_branches: int | None = None
     runtime: str = "auto"
     kernels: bool | str = "auto"
+    draft_form: dict[str, Any] | None = None  # `draft_weights` and `draft_shortlist`, where None is a value
 
     def expected_runtime(self, device: str) -> str:
         """Return the runtime that our methods should use on this type of device."""
@@ -64,8 +65,8 @@ class Overrides(NamedTuple):
 
     def settings(self, policy: str, **more: Any) -> SpecBranchConfig:
         """Return our settings for a policy; `more` takes precedence over what the user set."""
-        given = {name: value for name, value in self._asdict().items() if value is not None}
-        return SpecBranchConfig(policy=policy, **{**given, **more})
+        given = {name: value for name, value in self._asdict().items() if value is not None and name != "draft_form"}
+        return SpecBranchConfig(policy=policy, **{**given, **(self.draft_form or {}), **more})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .families import families
 from .generate import generate
 from .head import app as head_app
 from .options import Command
+from .shortlist import shortlist
 from .trace import trace
 from .tune import tune
 from .warmup import warmup
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, doctor, tune, warmup, trace, families):
+for command in (generate, chat, doctor, tune, warmup, trace, families, shortlist):
     app.command(cls=Command)(command)
 app.add_typer(head_app, name="head")
 app.command(cls=Command, epilog=BENCH_EPILOG)(bench)

@@ -30,7 +30,7 @@ OF_METHODS = ("num_prompts", "temperature", "methods", "sweep", "png_file")
 OF_TRAFFIC = ("traffic_max_length", "requests", "steady_runs", "warm_up", "check")
 OF_FAMILIES = ("context_length", "bandwidth", "plain", "tiny")
 OF_A_PAIR = ("target", "draft", "grow", "length_head", "prompts")
-OF_DRAFTING = ("max_draft_length", "confidence_threshold", "max_branches")
+OF_DRAFTING = ("max_draft_length", "confidence_threshold", "max_branches", "draft_weights", "draft_shortlist")
 USED_BY: dict[str, tuple[str, ...]] = {
     "repeat": ("methods", "families"),
     "traffic": ("methods", "traffic"),
@@ -61,6 +61,8 @@ def bench(
     max_draft_length: options.MaxDraftLength = None,
     confidence_threshold: options.ConfidenceThreshold = None,
     max_branches: options.MaxBranches = None,
+    draft_weights: options.DraftWeights = None,
+    draft_shortlist: options.DraftShortlist = None,
     runtime: Annotated[str, typer.Option(help=f"Of our methods: {', '.join(RUNTIMES)}.")] = "auto",
     kernels: Annotated[
         bool | None,
@@ -114,8 +116,9 @@ def bench(
     from .pair import PairNames, load_bench_pair
 
     overrides = Overrides(
-        max_draft_length, confidence_threshold, max_branches, runtime, "auto" if kernels is None else kernels
-    )
+        max_draft_length, confidence_threshold, max_branches, runtime, "auto" if kernels is None else kernels,
+        options.draft_form(draft_weights, draft_shortlist),
+    )  # fmt: skip
     plan = Plan(
         names=check_names(_names(methods)),
         overrides=overrides,

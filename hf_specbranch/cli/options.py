@@ -38,6 +38,13 @@ ConfidenceThreshold = Annotated[
 MaxBranches = Annotated[int | None, typer.Option(min=1, help="Most branches at a branch point (k_max).")]
 MaxRejectionBranches = Annotated[int | None, typer.Option(min=0, help="Most branches at likely rejections.")]
 TreeLeaves = Annotated[int | None, typer.Option(min=0, help="Second choices that the target checks per pass.")]
+DraftWeights = Annotated[
+    str | None, typer.Option(help="Weights of the draft: int8, float8, none (as they are) or auto.")
+]
+DraftShortlist = Annotated[
+    str | None,
+    typer.Option(help="Tokens that the draft may propose: a number, a JSON file of ids, none (all) or auto."),
+]
 Runtime = Annotated[str | None, typer.Option(help=f"One of {', '.join(RUNTIMES)}.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
@@ -112,6 +119,8 @@ class GenerationOptions:
     max_branches: MaxBranches = None
     max_rejection_branches: MaxRejectionBranches = None
     tree_leaves: TreeLeaves = None
+    draft_weights: DraftWeights = None
+    draft_shortlist: DraftShortlist = None
     runtime: Runtime = None
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
@@ -125,7 +134,8 @@ class GenerationOptions:
     def settings(self) -> SpecBranchConfig:
         """Return the settings of the file, if one is given, overridden by the options."""
         names = [field.name for field in fields(SpecBranchConfig) if field.name != "length_head"]
-        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        given |= draft_form(self.draft_weights, self.draft_shortlist)
         return replace(read_settings(self.config) if self.config is not None else SpecBranchConfig(), **given)
 
     def sampling(self) -> dict[str, Any]:
@@ -171,6 +181,20 @@ def with_generation_options(**defaults: Any) -> Callable[[Callable[..., None]], 
         return run
 
     return decorate
+
+
+def draft_form(weights: str | None, shortlist: str | None) -> dict[str, Any]:
+    """Return the settings that `--draft-weights` and `--draft-shortlist` give; those that are not given are left out.
+
+    Example:
+        >>> draft_form("none", "4096")
+        {'draft_weights': None, 'draft_shortlist': 4096}
+    """
+    given: dict[str, Any] = {"draft_weights": weights, "draft_shortlist": shortlist}
+    values = {name: value for name, value in given.items() if value is not None}
+    return {
+        name: None if value == "none" else int(value) if value.isdigit() else value for name, value in values.items()
+    }
 
 
 def read_settings(path: Path) -> SpecBranchConfig:

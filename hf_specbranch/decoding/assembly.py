@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
 from ..kernels.backend import serves
-from ..model_state import weight_bytes
+from ..model_state import state_of, weight_bytes
 from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
 from ..planning.chooser import plans_within
+from ..planning.costs import StepCosts
 from ..planning.knowledge import Situation, knowledge_of
 from ..planning.online import Planner
 from ..planning.sizes import predicted_costs, sizes_of
@@ -114,8 +115,8 @@ class Assembly:
         target = self._target(buffers, text)
         return Parts(target, NoDraft(verifier.nothing), verifier, text, self.recorder, Accounting(self.stats, depth=0))
 
-    def agreements(self, text: Text) -> list[Agreement]:
-        """Return how the draft agrees with the text of the first unfinished row; nothing while that is short."""
+    def agreements(self, text: Text, model: PreTrainedModel | None = None) -> list[Agreement]:
+        """Return how the draft, or another model, agrees with the text of the first unfinished row, if it is long."""
         assert self.call.draft is not None
         row = 0 if text.finished else text.done.index(False)
         new, length = len(text.new[row]), text.lengths[row]
@@ -131,32 +132,40 @@ class Assembly:
         used = max(text.lengths) + BRANCH_SLOTS
         if draft.takes_spans:
             draft.reserve(self.call.rows, used + SPARE_SLOTS)
-        if self.static_shapes and can_read_in_spare_slots(draft, ids, used):
+        model = model or self.call.draft
+        shortlist = state_of(model).shortlist
+        tokens = None if shortlist is None else shortlist.ids
+        if model is draft.model and self.static_shapes and can_read_in_spare_slots(draft, ids, used):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1), self.call.rows)
-            return [agreement_from_logits(logits, ids, before, candidates, temperature)]
-        return [read_agreement(self.call.draft, ids, before, candidates, temperature)]
+            return [agreement_from_logits(logits, ids, before, candidates, temperature, tokens)]
+        return [read_agreement(model, ids, before, candidates, temperature, tokens)]
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
         target, draft, rows = self.runner, self.draft_runner, self.call.rows
         assert draft is not None
         known = knowledge_of(target.model, draft.model)
-        # A sampled text must not depend on what was counted before the models were changed.
-        sizes = known.sizes if known.sizes is not None and not self.samples else sizes_of(target.model, draft.model)
-        devices = 1 if target.device == draft.device else 2
         threads = torch.get_num_threads() if target.device.type == "cpu" else 0
         return Planner(
             self.plans,
             self.call.config,
             Situation(rows, target.runtime, self.static_shapes, threads),
             known,
-            lambda context: predicted_costs(*sizes, self.static_shapes, rows, context, devices),
+            lambda context: self.predicted_costs(context, draft.model),
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
             is_captured=lambda plan: not self.static_shapes or self._stages(plan) in self.runner.plans_run,
             remaining=lambda: self.stopper.max_length - max(text.lengths),
         )
+
+    def predicted_costs(self, context: int, draft: PreTrainedModel) -> StepCosts:
+        """Return the costs that the sizes of the target and a draft predict for a context of this length."""
+        known = knowledge_of(self.call.model, draft)
+        # A sampled text must not depend on what was counted before the models were changed.
+        sizes = known.sizes if known.sizes is not None and not self.samples else sizes_of(self.call.model, draft)
+        devices = 1 if self.runner.device == draft.device else 2
+        return predicted_costs(*sizes, self.static_shapes, self.call.rows, context, devices)
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""

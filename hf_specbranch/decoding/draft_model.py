@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
+from ..model_state import state_of
 from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
 from ..runtime.prefill import can_prefill, prefill
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScorer, can_guide
+
+if TYPE_CHECKING:
+    from ..layers.shortlist import Shortlist
 
 
 class DraftModel:
@@ -52,6 +57,7 @@ class DraftModel:
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((columns - padding).clamp(min=0, max=last))
+        self.shortlist: Shortlist | None = state_of(runner.model).shortlist
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         self.scorer: Scorer | None = None
         if processors:
@@ -66,6 +72,8 @@ class DraftModel:
         """Read a text [B, P], except for its beginning if that is in the cache already."""
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
         self.stats.draft_forwards += 1
+        if self.shortlist is not None:
+            self.shortlist.add_text(tokens)
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
         start = 0
@@ -82,7 +90,7 @@ class DraftModel:
         self.runner.cache.forget()
         logits = self.runner.prefill(self.own_tokens(tokens), self.positions[:, : tokens.shape[1]], mask)
         if self.guide is not None:  # the guide must see every prefix, the prompt included
-            self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), logits[:, None])
+            self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), self._expanded(logits[:, None]))
 
     def _read(self, tokens: Tensor, start: int) -> None:
         """Read the columns of a text [1, P] from `start` on."""
@@ -103,13 +111,19 @@ class DraftModel:
         tokens = self.own_tokens(inputs.tokens)
         if self.buffers.static_shapes:
             visible = self.runner.visible(inputs.spans, shown, self.seen)
-            return self.runner.forward_uncaptured(tokens, inputs.positions, inputs.slots, visible).logits
+            return self._expanded(
+                self.runner.forward_uncaptured(tokens, inputs.positions, inputs.slots, visible).logits
+            )
         self.stats.draft_forwards += 1
         self.stats.draft_positions += tokens.shape[1]
         shown = int(inputs.spans.max())
         self.runner.reserve(tokens.shape[0], shown)
         visible = self.runner.visible(inputs.spans, shown, self.seen)
-        return self.runner.forward(tokens, inputs.positions, inputs.slots, visible).logits
+        return self._expanded(self.runner.forward(tokens, inputs.positions, inputs.slots, visible).logits)
+
+    def _expanded(self, logits: Tensor) -> Tensor:
+        """Return logits over the draft's vocabulary; a shortlist scores only part of it."""
+        return logits if self.shortlist is None else self.shortlist.expand(logits)
 
     def distribution(self, logits: Tensor, prefixes: Callable[[], Prefixes], guides: list[Guide]) -> Tensor:
         """Return probabilities [B, n, V] over the target's vocabulary, after the processors.

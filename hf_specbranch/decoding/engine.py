@@ -6,12 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..model_state import state_of
+from ..planning.online import Planner
 from ..planning.timer import SegmentTimer
 from ..request import FallBack
 from ..runtime.idle_runners import free_all
@@ -103,6 +107,7 @@ def assembled(call: Call, stats: SpecBranchStats) -> Iterator[Assembly]:
         draft_runner = None
         if call.draft is not None and POLICIES[call.config.policy].drafts:
             draft_runner = runners.enter_context(runner_for(call.draft, "draft", *settings))
+            stats.draft_weights, stats.draft_shortlist = form_of(call.draft)
         further = inputs_after_prompt(call.model, call.input_ids, call.model_kwargs)
         assembly = Assembly(call, runner, draft_runner, further, recorder, stats)
         captured_before, seconds_before = assembly.captures(), assembly.capture_seconds()
@@ -168,9 +173,28 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
         timing = timer.read(segment)
         if text.finished:
             planner.end(segment, timing)
+            compare_drafts(assembly, planner, text)
         else:
             segment = segments.send(timing)
     remember_text(parts)
+
+
+def form_of(draft: PreTrainedModel) -> tuple[str, int]:
+    """Return how a copy of a draft stores its weights and how many tokens it scores, for the statistics."""
+    state = state_of(draft)
+    weights = "" if state.form is None else state.form.weights or ""
+    return weights, 0 if state.shortlist is None else len(state.shortlist.ids)
+
+
+def compare_drafts(assembly: Assembly, planner: Planner, text: Text) -> None:
+    """Let the planner find out how a copy of the draft compares with the draft itself, where it chose the copy."""
+    call = assembly.call
+    if call.draft is None or state_of(call.draft).form is None or "auto" not in call.config.draft_form:
+        return
+    from ..planning.draft_choice import compare_drafts
+
+    read = partial(assembly.agreements, text)
+    compare_drafts(planner, call.model, call.draft, read, partial(assembly.predicted_costs, max(text.lengths)))
 
 
 def remember_text(parts: Parts) -> None:

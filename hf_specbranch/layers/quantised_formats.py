@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..kernels.packed import WORD, Packed
+from ..kernels.packed import WORD, Code, Packed
 from ..kernels.quantised import kernel_takes, quantised_reference
 from .base import untouched
 
@@ -79,13 +79,16 @@ def _float8_blocks(layer: Any) -> Packed | None:
     return Packed(weight.detach(), scale.detach(), "float8", group, rows)
 
 
-def _int8_rows(layer: Any) -> Packed | None:
-    """int8 as in compressed-tensors: `weight` and `weight_scale` per row or group."""
+def _rows_of_bytes(layer: Any) -> Packed | None:
+    """int8 and FP8 as in compressed-tensors: `weight` and `weight_scale` per row or group."""
     weight, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
-    if not _is(weight, torch.int8) or not isinstance(scale, Tensor) or scale.numel() % weight.shape[0]:
+    code: Code = "int8" if _is(weight, torch.int8) else "float8"
+    if not _is(weight, torch.int8 if code == "int8" else torch.float8_e4m3fn) or not isinstance(scale, Tensor):
+        return None
+    if scale.numel() % weight.shape[0] or weight.shape[1] % (scale.numel() // weight.shape[0]):
         return None
     scale = scale.detach().reshape(weight.shape[0], -1)
-    return Packed(weight.detach(), scale, "int8", weight.shape[1] // scale.shape[1])
+    return Packed(weight.detach(), scale, code, weight.shape[1] // scale.shape[1])
 
 
 def _words(layer: Any) -> Packed | None:
@@ -205,5 +208,5 @@ def _in_order(order: Tensor, group: int) -> bool:
 
 
 FORMATS: tuple[Format, ...] = (
-    _float8_blocks, _int8_rows, _words, _gptq_first, _gptq_second, _torchao, _bitsandbytes,
+    _float8_blocks, _rows_of_bytes, _words, _gptq_first, _gptq_second, _torchao, _bitsandbytes,
 )  # fmt: skip

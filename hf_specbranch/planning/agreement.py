@@ -105,7 +105,12 @@ def record_agreement(
 
 @torch.no_grad()
 def read_agreement(
-    draft: PreTrainedModel, text: Tensor, prompt_length: int, candidates: int = 8, temperature: float = 1.0
+    draft: PreTrainedModel,
+    text: Tensor,
+    prompt_length: int,
+    candidates: int = 8,
+    temperature: float = 1.0,
+    tokens: Tensor | None = None,
 ) -> Agreement:
     """Record the agreement with a text that the target has already written; takes one forward pass of the draft.
 
@@ -117,6 +122,7 @@ def read_agreement(
         prompt_length: tokens of the prompt.
         candidates: as in `record_agreement`.
         temperature: the temperature at which the text was sampled.
+        tokens: [S] the tokens that the draft scores, if not all.
     """
     limit: int | None = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and text.shape[1] > limit:
@@ -125,16 +131,22 @@ def read_agreement(
     # The draft's vocabulary may be smaller than the target's.
     own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)
     logits = draft(input_ids=own, use_cache=False).logits  # [1, L, V]
-    return agreement_from_logits(logits, text, prompt_length, candidates, temperature)
+    return agreement_from_logits(logits, text, prompt_length, candidates, temperature, tokens)
 
 
 def agreement_from_logits(
-    logits: Tensor, text: Tensor, prompt_length: int, candidates: int = 8, temperature: float = 1.0
+    logits: Tensor,
+    text: Tensor,
+    prompt_length: int,
+    candidates: int = 8,
+    temperature: float = 1.0,
+    tokens: Tensor | None = None,
 ) -> Agreement:
-    """Do the same, given the draft's logits [1, L, V] over the text [1, L]."""
+    """Do the same, given the draft's logits [1, L, V] over the text [1, L], or [1, L, S] over `tokens`."""
     text, logits = text.to(logits.device), logits[0, prompt_length - 1 : -1] / temperature  # [N, V]
     top = logits.float().softmax(-1).topk(min(candidates, logits.shape[-1]), dim=-1)
-    same = top.indices == text[0, prompt_length:, None]  # [N, K]
+    likeliest = top.indices if tokens is None else tokens[top.indices]
+    same = likeliest == text[0, prompt_length:, None]  # [N, K]
     rank = torch.where(same.any(1), same.long().argmax(1), ABSENT)
     chances = tuple(map(tuple, top.values.tolist()))
     return Agreement(tuple(each[0] for each in chances), tuple(rank.tolist()), top.indices.shape[1], chances)

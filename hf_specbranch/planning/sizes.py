@@ -56,13 +56,19 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     key_bytes = model.dtype.itemsize * _kv_width(config)
     routed = {name: weight for name, weight in model.named_parameters() if ".experts." in name}
     return ModelSize(
-        weight_bytes(model),
+        weight_bytes(model) - _unread_bytes(model),
         layers,
         2 * layers * key_bytes,
         model.device.type == "cpu",
         sum(weight.nbytes for weight in routed.values()),
         _share(config, routed),
     )
+
+
+def _unread_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of an embedding table that is not the output layer too: a pass reads a row per token."""
+    table, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return 0 if output is None or getattr(output, "weight", None) is table else int(table.nbytes)
 
 
 def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize, ModelSize]:

@@ -23,7 +23,7 @@ from ..kernels.backend import triton
 from ..machine import device_name, folder, sample_of, shapes_of, versions, write_whole
 from ..model_state import every_module, has_adapters
 
-KNOWN_CODE = ("torch.", "transformers.")
+KNOWN_CODE = ("torch.", "transformers.", "hf_specbranch.layers.")  # our files are in the name too
 
 
 def load_check(model: PreTrainedModel, name: str) -> Any:

@@ -132,5 +132,7 @@ def _is_harmless(hook: Any) -> bool:
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free the KV cache and the graphs that are kept for a model's next generation."""
+    """Free the KV caches and the graphs that are kept for a model's next generation, and those of its copies."""
     idle_runners.drop(model)
+    for _, copy in state_of(model).copies.values():
+        idle_runners.drop(copy)
