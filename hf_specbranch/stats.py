@@ -64,9 +64,9 @@ class SpecBranchStats:
 
     policy: str = ""
     runtime: str = ""
+    slowed_by: str = ""
     draft_weights: str = ""
     draft_shortlist: int = 0
-    slowed_by: str = ""
     graphs_captured: int = 0
     capture_seconds: float = 0.0
     padding_rows: int = 0

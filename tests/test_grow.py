@@ -1,11 +1,15 @@
 """Grown models compute what the small ones compute, and impossible growth is refused with a reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import NAMED_SHAPES, Shape, grow
+from hf_specbranch.bench.shapes import SHAPES
+from hf_specbranch.bench.twin import check_twin, make_twin
 
 # Every dimension larger than in `small()`: width, layers, heads, MLP and head size.
 LARGER = Shape(192, 5, 12, 12, 200, head_dim=32)
@@ -177,3 +181,43 @@ def test_scaled_rotary_needs_the_same_head_size() -> None:
 def test_biases_are_refused() -> None:
     with pytest.raises(ValueError, match="attention_bias"):
         grow(small(attention_bias=True), LARGER)
+
+
+# Sizes that make the named architectures small: more than those of `small()`.
+SIZES = {
+    "llama3.2-1b": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen2.5-0.5b": {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 448},  # two heads share one
+    "qwen3-8b": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+    "qwen3-30b-a3b": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 40,
+                      "num_experts": 12, "num_experts_per_tok": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_twins_of_real_models_keep_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {**SHAPES[name].figures, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 4}
+    figures |= {"vocab_size": 300, **SIZES[name]}
+    monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], figures=figures))
+    model = small()
+    twin = make_twin(model, name)
+    assert twin.config.model_type == SHAPES[name].model_type and twin.config.vocab_size == 300
+    assert twin.config.tie_word_embeddings == figures["tie_word_embeddings"]
+    expected, got = logits(model), logits(twin)
+    torch.testing.assert_close(got[..., :128], expected, atol=2e-4, rtol=0)
+    assert got[..., 128:].max() < -50
+    if "moe" in twin.config.model_type:
+        chosen: list[torch.Tensor] = []
+        twin.model.layers[-1].mlp.gate.register_forward_hook(lambda *call: chosen.append(call[2][-1]))
+        logits(twin)
+        assert len(set((chosen[0][:, 0] // 4).tolist())) > 1  # tokens choose different experts
+
+
+def test_every_named_pair_has_twins() -> None:
+    target, draft, _ = load_demo_pair()
+    pairs = ("llama3.1-8b:llama3.2-1b", "qwen2.5-7b:qwen2.5-0.5b", "qwen3-8b:qwen3-0.6b", "qwen3-30b-a3b:qwen3-0.6b")
+    for model, name in ((each, name) for pair in pairs for each, name in zip((target, draft), pair.split(":"))):
+        check_twin(model, name)
+    with pytest.raises(ValueError, match="unknown shape 'gpt-oss-20b'"):
+        check_twin(target, "gpt-oss-20b")
+    with pytest.raises(ValueError, match="key-value heads"):
+        check_twin(small(kv_heads=14, num_attention_heads=14, hidden_size=112), "qwen2.5-0.5b")

@@ -14,6 +14,8 @@ The rules, with `h` the hidden size, `d` the head size, `r = h_old / h_new` and 
 - Heads: an old key-value head and its queries move together. Where the new groups are narrower than the
   old ones, the key-value head is copied to several groups. New heads, and new value dimensions, meet zero
   columns of `o_proj`; new MLP units meet zero columns of `down_proj`.
+- Few key-value heads: where the new layer has fewer of them than the old one, several old ones share the dimensions of
+  a new one, each with its queries. Their rotary pairs need the same frequencies (`twin` sets them).
 - New layers come first and write nothing (`o_proj` and `down_proj` are zero), so that the hidden states of the
   last layers are the old ones.
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:  # imported where they are used: the names of shapes need neit
     import torch
     from torch import Tensor
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 CONTEXT = 32768  # smallest context of a twin, so that long texts can be timed
 
@@ -116,6 +118,8 @@ class HeadLayout:
     key_new: Tensor  # [copies * d_old]
     key_old: Tensor  # [copies * d_old]
     value_new: Tensor  # [copies * d_old]
+    key_heads: int  # new key-value heads that hold old ones
+    query_heads: Tensor | None = None  # [H_old] where key-value heads are packed: their queries are zero elsewhere
 
 
 def grow(
@@ -151,18 +155,26 @@ def grow(
     wanted = resolve_shape(shape)
     check_growth(model, wanted)
     old: LlamaConfig = model.config
+    if packed_heads(old, wanted) > 1:
+        raise ValueError(
+            f"shape has {wanted.num_key_value_heads} key-value heads, the model {old.num_key_value_heads}: choose a "
+            "shape with more key-value heads, a model with fewer, or the name of a real model"
+        )
     config = grown_config(old, wanted)
     with torch.device(device if device is not None else model.device), torch.no_grad():
         # The initialisation of a new model fills every free entry.
         grown: LlamaForCausalLM = AutoModelForCausalLM.from_config(config, dtype=dtype or model.dtype)
         grown.eval()
-        layout = head_layout(old, wanted)
+        layout, scale = head_layout(old, wanted), math.sqrt(wanted.head_dim / old.head_dim)
         new_layers = wanted.num_hidden_layers - old.num_hidden_layers
         for layer in grown.model.layers[:new_layers]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         for small, large in zip(model.model.layers, grown.model.layers[new_layers:], strict=True):
-            fill_layer(small, large, layout, math.sqrt(wanted.head_dim / old.head_dim))
+            fill_attention(small.self_attn, large.self_attn, old.hidden_size, layout, scale)
+            fill_dense_mlp(small.mlp, large.mlp)
+            fill_norm(small.input_layernorm, large.input_layernorm)
+            fill_norm(small.post_attention_layernorm, large.post_attention_layernorm)
         fill_norm(model.model.norm, grown.model.norm)
         hidden = old.hidden_size
         grown.model.embed_tokens.weight.zero_()
@@ -194,7 +206,7 @@ def check_growth(model: LlamaForCausalLM, shape: Shape) -> None:
             f"frequencies would change, choose a multiple of {config.head_dim}"
         )
     needed = key_value_copies(config, shape) * config.num_key_value_heads
-    if needed > shape.num_key_value_heads:
+    if needed > shape.num_key_value_heads and packed_heads(config, shape) == 1:
         raise ValueError(
             f"shape has {shape.num_key_value_heads} key-value heads of {group_size(shape)} queries each; the model's "
             f"{config.num_key_value_heads} key-value heads of {group_size(config)} queries need {needed}: choose a "
@@ -231,23 +243,43 @@ def group_size(config: LlamaConfig | Shape) -> int:
     return config.num_attention_heads // config.num_key_value_heads
 
 
-def key_value_copies(old: LlamaConfig, shape: Shape) -> int:
+def key_value_copies(old: LlamaConfig | Shape, shape: Shape) -> int:
     """Return how many new key-value heads one old key-value head needs to serve all its queries."""
     return -(-group_size(old) // group_size(shape))
 
 
+def packed_heads(old: LlamaConfig | Shape, shape: Shape) -> int:
+    """Return how many old key-value heads share a new one: 1, unless there are too few new ones.
+
+    Example:
+        >>> packed_heads(Shape(128, 2, 4, 4, 384), Shape(896, 24, 14, 2, 4864))
+        2
+    """
+    if key_value_copies(old, shape) * old.num_key_value_heads <= shape.num_key_value_heads:
+        return 1
+    packed = -(-old.num_key_value_heads // shape.num_key_value_heads)
+    fits = packed * old.head_dim <= shape.head_dim and packed * group_size(old) <= group_size(shape)
+    return packed if fits else 1
+
+
 def head_layout(old: LlamaConfig, shape: Shape) -> HeadLayout:
-    """Place the old heads in the new layer. Copy c of old key-value head g is new key-value head `g * copies + c`."""
+    """Place the old heads in the new layer.
+
+    Copy c of old key-value head g is new key-value head `g * copies + c`. Where heads are packed, old key-value head g
+    is part `g % packed` of new one `g // packed`.
+    """
     import torch
 
-    copies, group = key_value_copies(old, shape), group_size(shape)
-    query_heads = []
+    copies, packed, group = key_value_copies(old, shape), packed_heads(old, shape), group_size(shape)
+    queries, query_parts = [], []
     for head in range(old.num_attention_heads):
         key_value, rank = divmod(head, group_size(old))  # which old group, and where in it
-        query_heads.append((key_value * copies + rank // group) * group + rank % group)
-    key_value_new = torch.arange(old.num_key_value_heads * copies)
+        place = key_value * copies + rank // group
+        queries.append(place // packed * group + place % packed * group_size(old) + rank % group)
+        query_parts.append(place % packed)
+    places = torch.arange(old.num_key_value_heads * copies)
     d_old, d_new = old.head_dim, shape.head_dim
-    # Halves hold the first and second entry of each rotary pair; old pair i becomes new pair i * m.
+    # Halves hold the first and second entry of each rotary pair; pair i of part p becomes new pair i * m + p.
     pairs = torch.arange(d_old // 2) * (d_new // d_old)
     rotary = torch.cat([pairs, pairs + d_new // 2])  # [d_old]
     plain = torch.arange(d_old)
@@ -255,37 +287,51 @@ def head_layout(old: LlamaConfig, shape: Shape) -> HeadLayout:
     def rows(heads: Tensor, size: int, within: Tensor) -> Tensor:
         return (heads[:, None] * size + within).flatten()
 
-    queries = torch.tensor(query_heads)
+    query_heads, parts, key_values = torch.tensor(queries), torch.tensor(query_parts)[:, None], places // packed
     return HeadLayout(
-        query_new=rows(queries, d_new, rotary),
-        value_query_new=rows(queries, d_new, plain),
-        key_new=rows(key_value_new, d_new, rotary),
-        key_old=rows(key_value_new // copies, d_old, plain),
-        value_new=rows(key_value_new, d_new, plain),
+        query_new=rows(query_heads, d_new, rotary + parts),
+        value_query_new=rows(query_heads, d_new, plain + parts * d_old),
+        key_new=rows(key_values, d_new, rotary + places[:, None] % packed),
+        key_old=rows(places // copies, d_old, plain),
+        value_new=rows(key_values, d_new, plain + places[:, None] % packed * d_old),
+        key_heads=-(-len(places) // packed),
+        query_heads=query_heads if packed > 1 else None,
     )
 
 
-def fill_layer(small: LlamaDecoderLayer, large: LlamaDecoderLayer, layout: HeadLayout, query_scale: float) -> None:
-    """Write the weights of one layer into its grown twin, whose entries are all random so far."""
-    hidden, inner = small.mlp.up_proj.in_features, small.mlp.up_proj.out_features
-    old, new = small.self_attn, large.self_attn
+def fill_attention(old: LlamaAttention, new: LlamaAttention, hidden: int, layout: HeadLayout, scale: float) -> None:
+    """Write the weights of an attention into its grown twin, whose entries are all random so far.
+
+    Args:
+        old: of the small model.
+        new: of the twin.
+        hidden: width of the small model.
+        layout: the places of its heads.
+        scale: of the queries.
+    """
 
     def weight(module: torch.nn.Linear, scale: float = 1.0) -> Tensor:
-        return (module.weight.float() * scale).to(large.mlp.up_proj.weight)  # the large model's device and dtype
+        return (module.weight.float() * scale).to(new.o_proj.weight)  # the large model's device and dtype
 
-    new.q_proj.weight[layout.query_new, :hidden] = weight(old.q_proj, query_scale)
-    used_key_rows = len(layout.key_new) // old.head_dim * new.head_dim
-    new.k_proj.weight[:used_key_rows, :hidden] = 0.0  # the pairs in between: queries there meet zero keys
+    if layout.query_heads is not None:
+        new.q_proj.weight.view(-1, new.head_dim, new.q_proj.in_features)[layout.query_heads, :, :hidden] = 0.0
+    new.q_proj.weight[layout.query_new, :hidden] = weight(old.q_proj, scale)
+    new.k_proj.weight[: layout.key_heads * new.head_dim, :hidden] = (
+        0.0  # the pairs in between: queries there meet zero keys
+    )
     new.k_proj.weight[layout.key_new, :hidden] = weight(old.k_proj)[layout.key_old]
     new.v_proj.weight[layout.value_new, :hidden] = weight(old.v_proj)[layout.key_old]
     new.o_proj.weight.zero_()
     new.o_proj.weight[:hidden, layout.value_query_new] = weight(old.o_proj)
-    large.mlp.gate_proj.weight[:inner, :hidden] = weight(small.mlp.gate_proj)
-    large.mlp.up_proj.weight[:inner, :hidden] = weight(small.mlp.up_proj)
-    large.mlp.down_proj.weight.zero_()
-    large.mlp.down_proj.weight[:hidden, :inner] = weight(small.mlp.down_proj)
-    fill_norm(small.input_layernorm, large.input_layernorm)
-    fill_norm(small.post_attention_layernorm, large.post_attention_layernorm)
+
+
+def fill_dense_mlp(small: LlamaMLP, large: LlamaMLP) -> None:
+    """Write the weights of an MLP into its grown twin."""
+    inner, hidden = small.up_proj.weight.shape
+    large.gate_proj.weight[:inner, :hidden] = small.gate_proj.weight.to(large.gate_proj.weight)
+    large.up_proj.weight[:inner, :hidden] = small.up_proj.weight.to(large.up_proj.weight)
+    large.down_proj.weight.zero_()
+    large.down_proj.weight[:hidden, :inner] = small.down_proj.weight.to(large.down_proj.weight)
 
 
 def fill_norm(small: LlamaRMSNorm, large: LlamaRMSNorm) -> None:

@@ -170,12 +170,14 @@ def pooled(all_stats: list[SpecBranchStats]) -> SpecBranchStats | None:
     """
     if not all_stats:
         return None
-    runtimes, reasons = ({getattr(stats, name) for stats in all_stats} - {""} for name in ("runtime", "slowed_by"))
-    total = SpecBranchStats(all_stats[0].policy, ", ".join(sorted(runtimes)), "; ".join(sorted(reasons)))
+    total = SpecBranchStats(all_stats[0].policy)
+    for name in ("runtime", "slowed_by", "draft_weights"):
+        setattr(total, name, "; ".join(sorted({getattr(stats, name) for stats in all_stats} - {""})))
+    total.draft_shortlist = max(stats.draft_shortlist for stats in all_stats)
     for stats in all_stats:
         for entry in fields(stats):
             value = getattr(stats, entry.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if entry.name != "draft_shortlist" and isinstance(value, (int, float)) and not isinstance(value, bool):
                 setattr(total, entry.name, getattr(total, entry.name) + value)
         for accepted, count in enumerate(stats.acceptance_histogram):
             total.acceptance_histogram.extend([0] * (accepted + 1 - len(total.acceptance_histogram)))

@@ -46,7 +46,7 @@ def bench(
     context: typer.Context,
     target: options.Target = None,
     draft: options.Draft = None,
-    grow: Annotated[str | None, typer.Option(help="Enlarge the pair to named shapes, e.g. 7b:68m.")] = None,
+    grow: Annotated[str | None, typer.Option(help="Enlarge the pair, e.g. 7b:68m or qwen3-8b:qwen3-0.6b.")] = None,
     length_head: Annotated[str | None, typer.Option(help="Length head. Default: the embedded pair's.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own 40.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts.")] = 10,

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ..bench.grow import Shape, check_growth, grow, resolve_shape
 from ..bench.grow_head import grow_head
 from ..bench.methods import Pair
+from ..bench.twin import check_name, check_twin, make_twin
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
 from ..mixin import specbranch
@@ -87,9 +87,9 @@ def load_bench_pair(names: PairNames) -> Pair:
         small, small_draft, tokenizer = load_pair(names.target, names.draft, "cpu", "float32")
         dtype = dtype_of(names.dtype)
         for model, shape in zip((small, small_draft), shapes):
-            check_growth(model, shape)
-        target = grow(small, shapes[0], dtype, device)
-        draft = grow(small_draft, shapes[1], dtype, device)
+            check_twin(cast(Any, model), shape)
+        target = make_twin(cast(Any, small), shapes[0], dtype, device)
+        draft = make_twin(cast(Any, small_draft), shapes[1], dtype, device)
         if head is not None:
             head.check_pair(small, small_draft, tokenizer)
             head = grow_head(head, target, draft)
@@ -120,10 +120,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _shapes(given: str | None) -> tuple[Shape, Shape] | None:
+def _shapes(given: str | None) -> tuple[str, str] | None:
     if given is None:
         return None
     parts = given.split(":")
     if len(parts) != 2:
         raise ValueError(f"--grow {given}: expected the target's shape and the draft's, e.g. 7b:68m")
-    return resolve_shape(parts[0]), resolve_shape(parts[1])
+    for part in parts:
+        check_name(part)
+    return parts[0], parts[1]
