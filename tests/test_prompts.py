@@ -16,7 +16,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_prompts_keep_file_order(tmp_path: Path) -> None:
     path = write(tmp_path, '{"id": "b", "prompt": "two\\n"}\n\n{"id": "a", "prompt": "one", "category": "x"}\n')
-    assert read_prompts(path) == [Prompt("b", "two\n"), Prompt("a", "one")]
+    assert read_prompts(path) == [Prompt("b", "two\n"), Prompt("a", "one", "x")]
 
 
 def test_package_has_40_distinct_prompts() -> None:

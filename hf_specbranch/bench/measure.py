@@ -14,7 +14,7 @@ The order of a run:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_specbranch.config import SpecBranchConfig
 from hf_specbranch.progress import Progress
 
-from .methods import EAGER, SWEPT, Method, Overrides, Pair, candidates, fixed_methods
+from .methods import EAGER, SWEPT, TRANSFORMERS, Method, Overrides, Pair, candidates, fixed_methods
 from .results import Measurement, OnPrompt, difference
 from .timing import Generation, TimingStreamer, cache_bytes, forget, generate_once, peak_memory
 
@@ -45,6 +45,7 @@ class Plan:
         sweep_prompts: number of prompts of a sweep.
         stream_prompts: number of prompts of the streamed pass.
         temperature: of sampling; 0 is greedy, and only then outputs are compared.
+        slow_prompts: transformers' own methods run on the first so many prompts only; None: on all.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class Plan:
     sweep_prompts: int = 2
     stream_prompts: int = 1
     temperature: float = 0.0
+    slow_prompts: int | None = None
 
 
 class Benchmark:
@@ -65,6 +67,7 @@ class Benchmark:
         prompts: their ids and inputs, `input_ids` [1, P] and `attention_mask`.
         plan: what to run.
         progress: receives each finished generation and warnings.
+        kinds: of the prompts, if there are several; figures are also shown per kind.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class Benchmark:
         prompts: list[tuple[str, dict[str, Tensor]]],
         plan: Plan,
         progress: Progress | None = None,
+        kinds: Sequence[str] = (),
     ) -> None:
+        self.kinds = list(kinds) or [""] * len(prompts)
         self.pair, self.plan, self.progress = pair, plan, progress or Progress()
         self.ids = [name for name, _ in prompts]
         self.inputs = [inputs for _, inputs in prompts]
@@ -101,17 +106,21 @@ class Benchmark:
         swept = sum(len(self.candidates(name)) for name in methods if name in SWEPT)
         captured = sum(self._captures(name) for name in methods)
         started = captured * (1 + len(self._some(2))) + (len(methods) - captured) * 2
-        return len(methods) * self._turns + started + swept * 2 * len(self.sweep_prompts)
+        return sum(map(self._turns, methods)) + started + swept * 2 * len(self.sweep_prompts)
 
     @property
     def sweep_prompts(self) -> list[int]:
         """The prompts that sweeps use."""
         return self._some(self.plan.sweep_prompts)
 
-    @property
-    def _turns(self) -> int:
-        """Measured and streamed generations per method."""
-        return len(self.inputs) * self.plan.repeat + len(self._some(self.plan.stream_prompts))
+    def _turns(self, name: str) -> int:
+        """Return the measured and streamed generations of a method."""
+        return self._measured_prompts(name) * self.plan.repeat + len(self._some(self.plan.stream_prompts))
+
+    def _measured_prompts(self, name: str) -> int:
+        """Return on how many prompts a method is measured: the first ones."""
+        most = self.plan.slow_prompts if name in TRANSFORMERS else None
+        return len(self.inputs) if most is None else min(most, len(self.inputs))
 
     def run(self) -> None:
         """Run the whole plan."""
@@ -120,9 +129,10 @@ class Benchmark:
         self.progress.say(self.estimate())
         for prompt in range(len(self.inputs)):
             for _ in range(self.plan.repeat):
-                for measurement in self.measurements.values():
-                    self.progress.doing(f"{measurement.method.name}, prompt {prompt + 1} of {len(self.inputs)}")
-                    self.measure(measurement, prompt)
+                for name, measurement in self.measurements.items():
+                    if prompt < self._measured_prompts(name):
+                        self.progress.doing(f"{name}, prompt {prompt + 1} of {len(self.inputs)}")
+                        self.measure(measurement, prompt)
         for prompt in self._some(self.plan.stream_prompts):
             for measurement in self.measurements.values():
                 self.progress.doing(f"{measurement.method.name}, streamed")
@@ -133,7 +143,8 @@ class Benchmark:
 
         If there is no prompt that all have run, each method keeps its own.
         """
-        common = set.intersection(*(set(found.prompts) for found in self.measurements.values()), set(self.outputs))
+        every = [found for name, found in self.measurements.items() if self._measured_prompts(name) == len(self.inputs)]
+        common = set.intersection(*(set(found.prompts) for found in every), set(self.outputs))
         if common:
             names = {self.ids[at] for at in common}
             for found in self.measurements.values():
@@ -142,7 +153,7 @@ class Benchmark:
 
     def estimate(self) -> str:
         """Return how long the measured generations will take by method, from the speed of the last ones."""
-        each = {name: self.pace[name] * self.plan.max_new_tokens * self._turns for name in self.measurements}
+        each = {name: self.pace[name] * self.plan.max_new_tokens * self._turns(name) for name in self.measurements}
         listed = ", ".join(f"{name} {seconds:.0f}" for name, seconds in each.items())
         return f"all methods have started; measuring takes about {sum(each.values()):.0f} s: {listed}"
 

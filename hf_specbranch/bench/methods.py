@@ -37,6 +37,7 @@ METHODS = {
 }
 DEFAULT_METHODS = tuple(name for name in METHODS if name != "specbranch-best")
 EAGER = ("plain", "assisted", "assisted-default", "lookup")  # nothing is captured or compiled
+TRANSFORMERS = (*EAGER, "static")  # transformers' own methods
 SWEPT = ("vanilla-best", "pearl-best", "specbranch-best")  # draft lengths known only after a sweep
 
 

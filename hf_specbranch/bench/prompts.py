@@ -1,8 +1,10 @@
-"""Prompt sets: files of JSON lines with an `id` and a `prompt` each."""
+"""Prompt sets: files of JSON lines with an `id` and a `prompt` each, and perhaps a `kind`."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 
 
@@ -13,14 +15,17 @@ class Prompt:
     Args:
         id: unique within its file.
         prompt: the text to continue.
+        kind: what it is about, such as "code" or "translation"; figures are also shown per kind.
     """
 
     id: str
     prompt: str
+    kind: str = ""
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a JSON-lines prompt file. Fields other than `id` and `prompt` are ignored, blank lines too.
+    """Read a JSON-lines prompt file. Blank lines are ignored, and fields other than `id`, `prompt` and
+    `kind` (or `category`).
 
     Args:
         path: the file.
@@ -72,7 +77,29 @@ def parse_prompt(line: str, where: str) -> Prompt:
             raise ValueError(f"{where}: field {field!r} is missing, found {sorted(record)}: add it")
         if not isinstance(record[field], str) or not record[field]:
             raise ValueError(f"{where}: field {field!r} is {record[field]!r}: expected text that is not empty")
-    return Prompt(record["id"], record["prompt"])
+    kind = record.get("kind", record.get("category", ""))
+    return Prompt(record["id"], record["prompt"], kind if isinstance(kind, str) else "")
+
+
+def read_sets(paths: Sequence[Path]) -> list[Prompt]:
+    """Read one file of prompts, or several, whose prompts without a kind have the name of their file as their kind."""
+    sets = {path: read_prompts(path) for path in paths}
+    if len(sets) == 1:
+        return next(iter(sets.values()))
+    return [replace(each, kind=each.kind or path.stem) for path, prompts in sets.items() for each in prompts]
+
+
+def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Return `count` prompts, one of each kind in turn.
+
+    Example:
+        >>> some = [Prompt("1", "a", "x"), Prompt("2", "b", "x"), Prompt("3", "c", "y")]
+        >>> [each.id for each in in_turn(some, 2)]
+        ['1', '3']
+    """
+    kinds = {kind: [each for each in prompts if each.kind == kind] for kind in dict.fromkeys(p.kind for p in prompts)}
+    turns = [each for turn in zip_longest(*kinds.values()) for each in turn if each is not None]
+    return turns[:count]
 
 
 def python_prompts() -> list[Prompt]:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .kinds import markdown_kinds, print_kinds, speeds_by_kind
 from .measure import Benchmark, complaints
 from .results import Measurement, summarize
 from .timing import needed_memory, percentile
@@ -144,6 +145,7 @@ def build(benchmark: Benchmark, settings: dict[str, Any], interrupted: bool) -> 
             }
             for name, measurement in found.items()
         },
+        "kinds": speeds_by_kind(benchmark),
         "sweeps": benchmark.sweeps,
         "compared_with": benchmark.reference,
         "differences": {**summarize(everything), "each": [entry.to_dict() for entry in everything]},
@@ -193,6 +195,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             console.print(line, highlight=False)
         return
     print_tables("method", methods, GROUPS, console)
+    print_kinds(report, console)
     console.print(LEGEND, style="dim", highlight=False)
     for line in lines(report):
         console.print(line, highlight=False, soft_wrap=False)
@@ -216,7 +219,7 @@ def print_tables(
 
 def markdown(report: dict[str, Any]) -> str:
     """Return one table with every figure, and the notes below it."""
-    return markdown_page("method", report["methods"], GROUPS, LEGEND, lines(report))
+    return markdown_kinds(report) + markdown_page("method", report["methods"], GROUPS, LEGEND, lines(report))
 
 
 def markdown_page(

@@ -10,7 +10,7 @@ import typer
 from tqdm import tqdm
 
 from ..bench.methods import DEFAULT_METHODS, METHODS, Overrides, Pair, check_names
-from ..bench.prompts import Prompt, python_prompts, read_prompts
+from ..bench.prompts import Prompt, in_turn, python_prompts, read_sets
 from ..bench.shapes import SHAPES
 from ..bench.traffic import LONGEST, SHORTEST_LONGEST
 from ..config import RUNTIMES
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EPILOG = "Methods: " + "; ".join(f"{name}: {title}" for name, title in METHODS.items()) + "."
 EPILOG += f"\n\nFamilies: {', '.join(SHAPES)}."
 # The kinds of benchmark that use an option; all of them use the others.
-OF_METHODS = ("num_prompts", "temperature", "methods", "sweep", "png_file")
+OF_METHODS = ("num_prompts", "slow_prompts", "chat", "temperature", "methods", "sweep", "png_file")
 OF_TRAFFIC = ("traffic_max_length", "requests", "steady_runs", "warm_up", "check")
 OF_FAMILIES = ("context_length", "bandwidth", "plain", "tiny")
 OF_A_PAIR = ("target", "draft", "grow", "length_head", "prompts")
@@ -48,8 +48,14 @@ def bench(
     draft: options.Draft = None,
     grow: Annotated[str | None, typer.Option(help="Enlarge the pair, e.g. 7b:68m or qwen3-8b:qwen3-0.6b.")] = None,
     length_head: Annotated[str | None, typer.Option(help="Length head. Default: the embedded pair's.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own 40.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts.")] = 10,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="JSON lines with id, prompt and perhaps kind. Default: our own 40.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Use N prompts, of each kind in turn.")] = 10,
+    slow_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Transformers' own methods run on the first N of them only.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the target's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens to generate per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the free weights of grown models.")] = 0,
@@ -126,12 +132,13 @@ def bench(
         repeat=repeat,
         sweep=_lengths(sweep),
         temperature=temperature,
+        slow_prompts=slow_prompts,
     )
     check_plan(plan)
     if families is not None:
         torch.set_num_threads(threads or torch.get_num_threads())
         raise typer.Exit(families_and_show(_split(families), overrides, files, plain_values(context.params)))
-    texts = read_prompts(prompts) if prompts is not None else python_prompts()
+    texts = read_sets(prompts) if prompts else python_prompts()
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.manual_seed(seed)
     with leaving_cleanly(), terminable():
@@ -143,7 +150,8 @@ def bench(
             )
             status = replay_and_show(pair, texts, replayed, overrides, files, plain_values(context.params))
         else:
-            status = measure_and_show(pair, texts[:num_prompts], plan, files, plain_values(context.params))
+            some = in_turn(texts, num_prompts)
+            status = measure_and_show(pair, some, plan, files, plain_values(context.params))
     raise typer.Exit(status)
 
 
@@ -157,10 +165,10 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
     from ..bench.report import build, markdown, print_report
 
     device = pair.target.device
-    inputs = [(text.id, dict(pair.tokenizer(text.prompt, return_tensors="pt").to(device))) for text in texts]
+    inputs = [(text.id, inputs_of(pair.tokenizer, text.prompt, device, settings["chat"])) for text in texts]
     stopped: BaseException | None = None
     with tqdm(unit="run", leave=False, file=sys.stderr, disable=None) as bar:
-        benchmark = Benchmark(pair, inputs, plan, TqdmProgress(bar))
+        benchmark = Benchmark(pair, inputs, plan, TqdmProgress(bar), [text.kind for text in texts])
         bar.reset(benchmark.generations)
         try:
             benchmark.run()
@@ -173,6 +181,17 @@ def measure_and_show(pair: Pair, texts: list[Prompt], plan: Plan, files: Files, 
     finally:  # the reader of a pipe may be gone
         files.write(report, markdown)
     return exit_status(stopped, failed=bool(benchmark.failed))
+
+
+def inputs_of(tokenizer: Any, prompt: str, device: Any, chat: bool) -> dict[str, Any]:
+    """Return a tokenized prompt, in the chat template as what the user says if wanted."""
+    if not chat:
+        return dict(tokenizer(prompt, return_tensors="pt").to(device))
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("--chat: the tokenizer of the target has no chat template, leave it out")
+    said = [{"role": "user", "content": prompt}]
+    more = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return dict(tokenizer.apply_chat_template(said, **more).to(device))
 
 
 def replay_and_show(

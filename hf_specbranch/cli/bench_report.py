@@ -45,4 +45,14 @@ def exit_status(stopped: BaseException | None, failed: bool) -> int:
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return options as JSON can hold them."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    def plain(value: Any) -> Any:
+        return (
+            [plain(each) for each in value]
+            if isinstance(value, list)
+            else str(value)
+            if isinstance(value, Path)
+            else value
+        )
+
+    return {name: plain(value) for name, value in values.items()}
