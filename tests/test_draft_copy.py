@@ -9,6 +9,7 @@ from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.bench import grow
 from hf_specbranch.cli import app
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.linear import Plan
@@ -255,3 +256,19 @@ def test_kernel_reads_packed_layers(kind):
     expected = quantised_reference(x, packed, layer.bias)
     assert_close(quantised_linear(x, [packed], [layer.bias], plan), expected)
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_copy_is_chosen_on_a_gpu():
+    """A draft of 2 GB: greedy text is drafted by an int8 copy, until the draft itself would be faster."""
+    target, draft, tokenizer = load_demo_pair()
+    target = specbranch(grow(target, "7b", torch.bfloat16, "cuda"), grow(draft, "1b", torch.bfloat16, "cuda"))
+    inputs = tokenizer("def add(a, b):", return_tensors="pt").to("cuda")
+    used = []
+    for sampled in (False, True):
+        target.generate(**inputs, max_new_tokens=48, do_sample=sampled)
+        used.append(target.specbranch_stats.draft_weights)
+        assert target.specbranch_stats.runtime == "graph" and not target.specbranch_stats.slowed_by
+    assert used == ["int8", "int8"]
+    target.generate(**inputs, max_new_tokens=8, do_sample=False, specbranch=SpecBranchConfig(draft_weights=None))
+    assert target.specbranch_stats.draft_weights == ""

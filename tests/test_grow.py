@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_specbranch import load_demo_pair
+from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.bench import NAMED_SHAPES, Shape, grow
 from hf_specbranch.bench.shapes import SHAPES
 from hf_specbranch.bench.twin import check_twin, make_twin
@@ -183,6 +183,7 @@ def test_biases_are_refused() -> None:
         grow(small(attention_bias=True), LARGER)
 
 
+PAIRS = ("llama3.1-8b:llama3.2-1b", "qwen2.5-7b:qwen2.5-0.5b", "qwen3-8b:qwen3-0.6b", "qwen3-30b-a3b:qwen3-0.6b")
 # Sizes that make the named architectures small: more than those of `small()`.
 SIZES = {
     "llama3.2-1b": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
@@ -214,10 +215,28 @@ def test_twins_of_real_models_keep_the_logits(name: str, monkeypatch: pytest.Mon
 
 def test_every_named_pair_has_twins() -> None:
     target, draft, _ = load_demo_pair()
-    pairs = ("llama3.1-8b:llama3.2-1b", "qwen2.5-7b:qwen2.5-0.5b", "qwen3-8b:qwen3-0.6b", "qwen3-30b-a3b:qwen3-0.6b")
-    for model, name in ((each, name) for pair in pairs for each, name in zip((target, draft), pair.split(":"))):
+    for model, name in ((each, name) for pair in PAIRS for each, name in zip((target, draft), pair.split(":"))):
         check_twin(model, name)
     with pytest.raises(ValueError, match="unknown shape 'gpt-oss-20b'"):
         check_twin(target, "gpt-oss-20b")
     with pytest.raises(ValueError, match="key-value heads"):
         check_twin(small(kv_heads=14, num_attention_heads=14, hidden_size=112), "qwen2.5-0.5b")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS)
+def test_twins_of_real_models_on_a_gpu(pair: str) -> None:
+    (small_target, small_draft, tokenizer), (first, second) = load_demo_pair(), pair.split(":")
+    inputs = tokenizer("def add(a, b):\n    return", return_tensors="pt").to("cuda")
+    with torch.no_grad():
+        expected = small_draft(inputs.input_ids.cpu()).logits
+        got = make_twin(small_draft, second, torch.float32, "cuda")(inputs.input_ids).logits.cpu()
+    torch.testing.assert_close(got[..., :4096], expected, atol=2e-3, rtol=0)
+    target, draft = (
+        make_twin(*each, torch.bfloat16, "cuda") for each in ((small_target, first), (small_draft, second))
+    )
+    text = specbranch(target, draft).generate(**inputs, max_new_tokens=64, do_sample=False)
+    stats = target.specbranch_stats
+    assert int(text.max()) < 4096
+    assert stats.runtime == "graph" and not stats.slowed_by
+    assert stats.mean_acceptance_length > 1.5

@@ -62,8 +62,11 @@ class Shortlist:
 
     @torch.no_grad()
     def add_text(self, tokens: Tensor) -> None:
-        """Make room for the tokens of a text [B, L]; those of an earlier text go. In place: graphs stay valid."""
-        given = sorted({token for row in tokens.tolist() for token in row})
+        """Take in the last tokens of a text [B, L], as far as there is room; those of an earlier text go.
+
+        Rows change in place, so that graphs stay valid.
+        """
+        given = dict.fromkeys(token for row in tokens.tolist() for token in reversed(row))
         new = [token for token in given if token < self.vocabulary and token not in self.fixed]
         new = new[: len(self.others)]
         room = [*new, *(token for token in self.others if token not in set(new))][: len(self.others)]
