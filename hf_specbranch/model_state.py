@@ -32,10 +32,11 @@ class ModelState:
         padding_seconds: how long padding rows have taken, by rows of the batch without them (`decoding.row_padding`).
         warned_eager: the reason that was logged for running eagerly (`runtime.selection`).
         weight_bytes: by dtype of the model; counted once, since that takes a millisecond.
-        copies: cheaper copies of the model, by their form, each with what it was made from (`decoding.draft_copy`).
+        copies: cheaper copies of the model, by their form, with what they were made from (`decoding.draft_copy`).
         form: of a model that is such a copy (`decoding.draft_copy.DraftForm`).
         shortlist: the tokens that such a copy scores, if not all (`layers.shortlist.Shortlist`).
         original: weakly refers to the model that it is a copy of.
+        user: weakly refers to the call that runs such a copy.
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
     """
 
@@ -53,6 +54,7 @@ class ModelState:
     form: Any = None
     shortlist: Any = None
     original: Any = None
+    user: Any = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
 
 

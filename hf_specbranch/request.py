@@ -141,7 +141,7 @@ class Request:
             return draft
         from .planning.draft_choice import draft_of_call
 
-        return draft_of_call(config, target, draft, samples)
+        return draft_of_call(config, target, draft, samples, user=self)
 
 
 def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:

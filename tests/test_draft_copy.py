@@ -69,7 +69,7 @@ def test_draft_is_left_as_it_is_and_shares_its_memory(pair):
     attached(target).generate(**prompt(), max_new_tokens=4, assistant_model=draft, specbranch=settings)
     assert all(torch.equal(weight, before[name]) for name, weight in draft.state_dict().items())
     assert dict(draft.named_modules()) == modules
-    twin = state_of(draft).copies[DraftForm("int8")][1]
+    twin = state_of(draft).copies[DraftForm("int8")][1][0]
     shared = {id(weight) for weight in every_parameter(draft)}
     assert {id(weight) for weight in every_parameter(twin)} < shared
     assert size_of(twin).weights < 0.3 * size_of(draft).weights  # of float32
@@ -168,10 +168,41 @@ def test_copies_go_with_their_draft(pair):
     target, draft = pair[0], copy.deepcopy(pair[1])
     settings = config("vanilla", draft_weights="int8", draft_shortlist=12)
     attached(target).generate(**prompt(), max_new_tokens=4, assistant_model=draft, specbranch=settings)
-    twin = state_of(draft).copies[DraftForm("int8", 12)][1]
+    twin = state_of(draft).copies[DraftForm("int8", 12)][1][0]
     assert state_of(twin).original() is draft
     del draft
     assert state_of(twin).original() is None
+
+
+class Meanwhile:
+    """A streamer that does something each time a text grows."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def put(self, tokens):
+        self.work()
+
+    def end(self):
+        pass
+
+
+def test_calls_at_a_time_have_shortlists_of_their_own(pair):
+    """A seeded text does not depend on what other calls of the same draft do meanwhile."""
+    model, draft = attached(pair[0]), copy.deepcopy(pair[1])
+    settings = config("vanilla", draft_sampling="sample", draft_weights="int8", draft_shortlist=6)
+
+    def generate(seed, meanwhile=lambda: None):
+        more = {"do_sample": True, "top_k": 0, "temperature": 4.0, "max_new_tokens": 24}
+        return model.generate(
+            **prompt(seed=seed), **more, assistant_model=draft, specbranch=settings,
+            generator=torch.Generator().manual_seed(seed), streamer=Meanwhile(meanwhile),
+        )  # fmt: skip
+
+    assert torch.equal(generate(1), generate(1, lambda: generate(2)))
+    first, second = state_of(draft).copies[DraftForm("int8", 6)][1]
+    layers = [each.model.layers[0].mlp.up_proj for each in (first, second)]
+    assert layers[0] is not layers[1] and layers[0].weight is layers[1].weight
 
 
 # ---- the choice

@@ -45,8 +45,16 @@ def why_not_copied(draft: PreTrainedModel, form: DraftForm) -> str:
     return ""
 
 
-def copy_of(draft: PreTrainedModel, form: DraftForm) -> PreTrainedModel:
+def copy_of(draft: PreTrainedModel, form: DraftForm, user: object = None) -> PreTrainedModel:
     """Return the copy of a draft in a form. It is made once, and again when the draft's weights were replaced.
+
+    A shortlist holds tokens of one text. So each call that runs at a time has a copy with its own output layer; all
+    of them share the other weights.
+
+    Args:
+        draft: the draft.
+        form: of the copy.
+        user: an object that lives as long as the call.
 
     Raises:
         ValueError: if there can be none.
@@ -54,12 +62,23 @@ def copy_of(draft: PreTrainedModel, form: DraftForm) -> PreTrainedModel:
     state = state_of(draft)
     with state.kernel_lock:
         now = draft.training, *((id(weight), _version(weight), weight.device) for weight in every_parameter(draft))
-        known: tuple[Any, PreTrainedModel] | None = state.copies.get(form)
-        if known is None or known[0] != now:
+        copies: list[PreTrainedModel]
+        made_from, copies = state.copies.get(form, (None, []))
+        if made_from != now:
             if reason := why_not_copied(draft, form):
                 raise ValueError(f"draft_weights={form.weights!r}, draft_shortlist={form.shortlist!r}: {reason}")
-            state.copies[form] = known = now, _make(draft, form)
-        return known[1]
+            copies = [_make(draft, form)]
+            state.copies[form] = now, copies
+        free = next((each for each in copies if form.shortlist is None or _is_free(each)), None)
+        if free is None:
+            copies.append(free := _with_own_shortlist(draft, form, copies[0]))
+        state_of(free).user = None if user is None else ref(user)
+        return free
+
+
+def _is_free(twin: PreTrainedModel) -> bool:
+    user = state_of(twin).user
+    return user is None or user() is None
 
 
 def _version(weight: torch.Tensor) -> int:
@@ -68,23 +87,45 @@ def _version(weight: torch.Tensor) -> int:
 
 
 def _make(draft: PreTrainedModel, form: DraftForm) -> PreTrainedModel:
-    shared: list[Any] = [*every_parameter(draft), *every_buffer(draft)]
-    if (attachment := draft.__dict__.get("_specbranch_memory")) is not None:
-        shared.append(attachment)  # of a draft that is a target as well
-    replaced = {id(each): each for each in shared}  # what `deepcopy` takes in place of a copy of its own
-    shortlist, output = None, draft.get_output_embeddings()
-    if form.shortlist is not None:
-        shortlist = Shortlist(cast(nn.Linear, output), _tokens(draft, form.shortlist), form.weights)
+    replaced, output = _shared(draft), draft.get_output_embeddings()
+    shortlist = None if form.shortlist is None else _shortlist(draft, form)
+    if shortlist is not None:
         replaced[id(output)] = shortlist.layer
     for name, module in draft.named_modules():
         is_router = name.rpartition(".")[2] in ROUTERS
         if form.weights is not None and id(module) not in replaced and can_be_packed(module) and not is_router:
             layer = cast(nn.Linear, module)
             replaced[id(module)] = PackedLinear(layer.weight, layer.bias, form.weights)
-    twin = copy.deepcopy(draft, replaced)
+    return _copied(draft, draft, replaced, form, shortlist)
+
+
+def _with_own_shortlist(draft: PreTrainedModel, form: DraftForm, first: PreTrainedModel) -> PreTrainedModel:
+    """Return a further copy, which shares all weights with the first one except those of the output layer."""
+    shortlist = _shortlist(draft, form)
+    replaced = {**_shared(first), id(first.get_output_embeddings()): shortlist.layer}
+    return _copied(draft, first, replaced, form, shortlist)
+
+
+def _shared(model: PreTrainedModel) -> dict[int, Any]:
+    """Return what `deepcopy` takes in place of a copy of its own, by `id`."""
+    shared: list[Any] = [*every_parameter(model), *every_buffer(model)]
+    if (attachment := model.__dict__.get("_specbranch_memory")) is not None:
+        shared.append(attachment)  # of a draft that is a target as well
+    return {id(each): each for each in shared}
+
+
+def _copied(
+    draft: PreTrainedModel, model: PreTrainedModel, replaced: dict[int, Any], form: DraftForm, shortlist: Any
+) -> PreTrainedModel:
+    twin = copy.deepcopy(model, replaced)
     state = state_of(twin)
     state.form, state.shortlist, state.original = form, shortlist, ref(draft)
     return twin
+
+
+def _shortlist(draft: PreTrainedModel, form: DraftForm) -> Shortlist:
+    assert form.shortlist is not None
+    return Shortlist(cast(nn.Linear, draft.get_output_embeddings()), _tokens(draft, form.shortlist), form.weights)
 
 
 def _tokens(draft: PreTrainedModel, shortlist: int | str) -> list[int]:

@@ -58,6 +58,8 @@ class DraftModel:
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((columns - padding).clamp(min=0, max=last))
         self.shortlist: Shortlist | None = state_of(runner.model).shortlist
+        if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
+            self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         self.scorer: Scorer | None = None
         if processors:

@@ -33,7 +33,7 @@ RETRY_EVERY = 32  # generations after which a copy that was slower is tried agai
 
 
 def draft_of_call(
-    config: SpecBranchConfig, target: PreTrainedModel, draft: PreTrainedModel, samples: bool
+    config: SpecBranchConfig, target: PreTrainedModel, draft: PreTrainedModel, samples: bool, user: object
 ) -> PreTrainedModel:
     """Return the draft, or its copy in the form that the settings name or that pays.
 
@@ -42,12 +42,13 @@ def draft_of_call(
         target: the model that generates.
         draft: its draft.
         samples: the text is sampled.
+        user: an object that lives as long as the call.
     """
     given = DraftForm(_given(config.draft_weights), _given(config.draft_shortlist))  # type: ignore[arg-type]
     form = form_by_sizes(config, draft, given)
     if form != given and not samples and is_slower(form, knowledge_of(target, draft)):
         form = given
-    return draft if form == DraftForm() else copy_of(draft, form)
+    return draft if form == DraftForm() else copy_of(draft, form, user)
 
 
 def is_slower(form: DraftForm, known: Knowledge) -> bool:
