@@ -172,7 +172,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        (pass_time, ["--contexts", "16"]),
+        (pass_time, ["--contexts", "16", "--draft-weights", "int8", "--draft-shortlist", "512"]),
         (each_kernel, ["--tokens", "2", "--context", "16"]),
         (latency, ["--rounds-at", "20", "--repeat", "1", "--num-prompts", "1"]),
         (cpu_first_calls, ["--busy", "1", "--pairs", "2", "--new-tokens", "8"]),

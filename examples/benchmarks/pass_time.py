@@ -2,6 +2,8 @@
 
     python examples/benchmarks/pass_time.py
     python examples/benchmarks/pass_time.py --grow 7b:68m --device cuda --dtype bfloat16 --contexts 512,4000,16000
+    python examples/benchmarks/pass_time.py --grow qwen2.5-7b:qwen2.5-0.5b --device cuda --dtype bfloat16 \
+        --draft-weights int8 --draft-shortlist 65536
 
 The limit is the weights' bytes over the bandwidth of a large copy on the same device. The draft step is timed at the
 first context only.
@@ -21,6 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_specbranch.bench.limit import copy_bandwidth, token_cost
 from hf_specbranch.bench.timing import forget, timed
+from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
+from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -71,7 +75,9 @@ def draft_step(
 
         def stage(steps: int) -> None:
             for _ in range(steps):
-                runner.forward_uncaptured(tokens[:, context:], positions, last, visible)
+                logits = runner.forward_uncaptured(tokens[:, context:], positions, last, visible).logits
+                if (shortlist := state_of(model).shortlist) is not None:
+                    shortlist.expand(logits)
 
         fewer, more = (
             median(timed(partial(buffers.run, steps, partial(stage, steps)), device, repeats)) for steps in STEPS
@@ -156,12 +162,18 @@ def step_lines(found: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--contexts", type=whole_numbers, default=(512,), help="tokens before the pass, e.g. 512,4000")
+    parser.add_argument(
+        "--draft-weights", choices=("int8", "float8"), help="time a copy of the draft with such weights"
+    )
+    parser.add_argument("--draft-shortlist", type=int, help="time a copy of the draft that scores so many tokens")
     args = parser.parse_args(argv)
     pair, ours = load(args), overrides(args)
     check_context(pair, args.contexts)
     target = distance_to_limit(pair.target, args.contexts, ours.runtime, ours.kernels)
     forget(pair)
-    draft = draft_steps(pair.draft, args.contexts[0], ours.runtime, ours.kernels)
+    form = DraftForm(args.draft_weights, args.draft_shortlist)
+    model = pair.draft if form == DraftForm() else copy_of(pair.draft, form)
+    draft = draft_steps(model, args.contexts[0], ours.runtime, ours.kernels)
     finish(args, {"target": target, "draft": draft}, [*pass_lines(target), *step_lines(draft)])
 
 

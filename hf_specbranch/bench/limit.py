@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..layers.packed_linear import PackedLinear
 from .timing import timed
 
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}  # large enough to leave every cache
@@ -44,6 +45,8 @@ def token_cost(model: PreTrainedModel) -> TokenCost:
             count = count * min(chosen, experts) // experts
         active += count
         read += 0 if weight in tables else count * weight.element_size()
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]  # of a copy of a draft
+    read += sum(buffer.nbytes for module in packed for buffer in module.buffers())
     return TokenCost(parameters, active, read)
 
 
