@@ -23,11 +23,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .attach import specbranch
     from .config import SpecBranchConfig
     from .decoding.hooks import SpeculationHook
     from .demo_pair import load_demo_pair
     from .heads import LengthHead, LengthHeadConfig
-    from .mixin import SpecBranchMixin, specbranch
+    from .mixin import SpecBranchMixin
     from .stats import SpecBranchStats
 else:
     __getattr__, __dir__ = lazily(
@@ -40,7 +41,7 @@ else:
             "SpecBranchStats": "stats",
             "SpeculationHook": "decoding.hooks",
             "load_demo_pair": "demo_pair",
-            "specbranch": "mixin",
+            "specbranch": "attach",
         },
     )
 

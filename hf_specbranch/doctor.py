@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .attach import specbranch
 from .checks import FAILED, Check, versions
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
-from .mixin import specbranch
 from .pair_checks import check_everything
 from .planning.chooser import choose, describe, plans_within
 from .planning.measure import Inputs, Measurement, generations, measure_costs

@@ -5,19 +5,17 @@ assistant model, and let transformers' own `generate()` prepare inputs, processo
 calls back `_validate_generation_mode`, which loads the length head, and `_assisted_decoding`, which runs the decoding
 loop. Where SpecBranch cannot serve a call, transformers' own decoding does, after one warning.
 
-`specbranch(model)` gives a loaded model this mixin.
+`specbranch(model)` gives a loaded model this mixin (`attach.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -30,8 +28,7 @@ from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
 from .heads.model import resolve_head
-from .kernels import warm_up_in_background
-from .model_state import draft_model, transformers_model
+from .model_state import draft_model
 from .padding_check import check_padded_batches
 from .planning.knowledge import forget
 from .request import (
@@ -42,10 +39,11 @@ from .request import (
     by_name,
     call_config,
     check_inputs,
-    check_model,
     check_request,
+    leave_refused_inputs,
     seeded_from,
     warming_up,
+    why_left_alone,
     why_plain,
     why_refused,
 )
@@ -53,11 +51,7 @@ from .runtime.selection import release
 from .stats import SpecBranchStats
 from .warm_up import warm_up
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 logger = logging.getLogger(__name__)
-
-
-_TEMPORARY_CALLS = Lock()
 
 
 class SpecBranchMixin(GenerationMixin):
@@ -88,9 +82,10 @@ class SpecBranchMixin(GenerationMixin):
     ) -> Any:
         """Generate as `GenerationMixin.generate` does, with all its arguments and a few more.
 
-        Transformers' own decoding runs without a draft, with `specbranch=False`, where the call names another source of
-        candidates (`prompt_lookup_num_tokens` and the like), and, after one warning that says why, where SpecBranch
-        cannot serve the call (beam search, `use_cache=False`, a quantized cache and the like).
+        Without a draft the target decodes alone, through the same loop. Transformers' own decoding runs with
+        `specbranch=False`, where the call names another source of candidates (`prompt_lookup_num_tokens` and the like),
+        and where SpecBranch cannot serve the call (beam search, `use_cache=False`, a quantized cache and the like). If
+        a draft or settings were given, one warning says why.
 
         Args:
             assistant_model: the draft model; by default the one given to `specbranch(model, draft=...)`.
@@ -136,11 +131,14 @@ class SpecBranchMixin(GenerationMixin):
         attachment = self._specbranch_memory
         draft = draft_model(assistant) if assistant is not None else attachment.draft
         config = call_config(specbranch, settings, draft)
-        if draft is None and specbranch is None and POLICIES[config.policy].drafts:
-            return plain()
+        asked = draft is not None or specbranch is not None or settings.specbranch is not None
 
         # 2. Validate: bad input is an error, what is unsupported a reason to fall back.
         model = cast(PreTrainedModel, self)
+        if not asked and why_left_alone(model, settings):
+            return plain()
+        if draft is None and config.policy == "auto":
+            config = replace(config, policy="autoregressive")
         check_request(model, draft, config, settings.tokenizer, settings.assistant_tokenizer)
         reason = why_plain(model, draft, settings)
 
@@ -148,7 +146,7 @@ class SpecBranchMixin(GenerationMixin):
         head = length_head if length_head is not None else config.length_head or attachment.head
         fills_cache = arguments.get("past_key_values") is not None
         config = replace(config, length_head=head)
-        request = Request(config, draft, tuple(speculation_hooks), generator, fills_cache, speculation_observer)
+        request = Request(config, draft, tuple(speculation_hooks), generator, fills_cache, speculation_observer, asked)
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
@@ -156,6 +154,8 @@ class SpecBranchMixin(GenerationMixin):
                 reason = str(found)
 
         # 6. Fall back.
+        if not asked:
+            return plain()
         if assistant is not None and (remedy := why_refused(settings)):
             raise ValueError(f"{reason}, and transformers' own assisted decoding refuses it too: {remedy}")
         self._warn_once(reason)
@@ -219,7 +219,6 @@ class SpecBranchMixin(GenerationMixin):
                 **model_kwargs,
             )  # fmt: skip
         model = cast(PreTrainedModel, self)
-        check_inputs(model, input_ids, model_kwargs)
         call = Call(
             model=model,
             draft=request.draft_of_call(model, bool(generation_config.do_sample)),
@@ -239,11 +238,16 @@ class SpecBranchMixin(GenerationMixin):
             self.specbranch_stats = capture_stages(call, request.warm_up)
             return input_ids
         try:
+            if request.asked:
+                check_inputs(model, input_ids, model_kwargs)
+            else:
+                leave_refused_inputs(model, input_ids, model_kwargs)
             if not bool(call.attention().all()):
                 check_padded_batches(model)
             output, self.specbranch_stats = speculate(call)
         except FallBack as found:  # step 6, from here: transformers has prepared everything
-            self._warn_once(str(found))
+            if request.asked:
+                self._warn_once(str(found))
             with seeded_from(request.generator, model):
                 output = self._sample(
                     input_ids, logits_processor, stopping_criteria, generation_config,
@@ -259,7 +263,7 @@ class SpecBranchMixin(GenerationMixin):
             raise TypeError(f"{type(self).__name__} is a SpecBranchMixin by its definition: there is nothing to detach")
         release(cast(PreTrainedModel, self))
         forget(cast(PreTrainedModel, self))
-        _restore_class(self)
+        restore_class(self)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -270,59 +274,8 @@ class SpecBranchMixin(GenerationMixin):
         return _attached_blank, (original,), self.__dict__
 
 
-def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = None) -> Model:
-    """Attach SpecBranch to a loaded model.
-
-    The same object is returned, with the same weights, class name and methods; only its `generate()` now
-    takes `assistant_model` as the draft of SpecBranch. Attaching again is harmless and may name another
-    draft or head; `model.detach_specbranch()` undoes it.
-
-    Args:
-        model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
-        draft: a smaller model with the same tokenizer, used where `generate()` is given none.
-        head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
-            none.
-
-    Example:
-        >>> from hf_specbranch import load_demo_pair, specbranch
-        >>> target, draft, tokenizer = load_demo_pair()
-        >>> model = specbranch(target, draft=draft)
-        >>> model is target
-        True
-    """
-    check_model(target := transformers_model(model), "target")
-    own_draft = draft_model(draft)
-    if own_draft is not None:
-        check_model(own_draft, "draft")
-    warm_up_in_background(target.device)
-    before = (attached := _attach(target))._specbranch_memory
-    attached._specbranch_memory = Attachment(
-        draft=own_draft if own_draft is not None else before.draft, head=head if head is not None else before.head
-    )
-    return model
-
-
-@contextmanager
-def attached_for_call(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Attach SpecBranch to a model for calls that may run at a time; for `custom_generate`, which owns no model."""
-    with _TEMPORARY_CALLS:
-        by_user = isinstance(model, SpecBranchMixin) and not model._specbranch_memory.temporary_calls
-        if not by_user and not isinstance(model, SpecBranchMixin):
-            check_model(model, "target")
-            _attach(model)._specbranch_memory = Attachment()
-        attachment = cast(SpecBranchMixin, model)._specbranch_memory
-        attachment.temporary_calls += not by_user
-    try:
-        yield model
-    finally:
-        with _TEMPORARY_CALLS:
-            attachment.temporary_calls -= not by_user
-            is_last = not by_user and not attachment.temporary_calls
-            if is_last and cast(SpecBranchMixin, model)._specbranch_memory is attachment:
-                _restore_class(cast(SpecBranchMixin, model))
-
-
-def _attach(model: Any) -> SpecBranchMixin:
+def attach(model: Any) -> SpecBranchMixin:
+    """Give a model the mixin, unless it has it."""
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"{type(model).__name__} cannot generate text: load it with AutoModelForCausalLM")
     if not isinstance(model, SpecBranchMixin):
@@ -330,7 +283,8 @@ def _attach(model: Any) -> SpecBranchMixin:
     return cast(SpecBranchMixin, model)
 
 
-def _restore_class(model: SpecBranchMixin) -> None:
+def restore_class(model: SpecBranchMixin) -> None:
+    """Take the mixin away again."""
     for name in ("_specbranch_memory", "specbranch_stats"):
         model.__dict__.pop(name, None)
     model.__class__ = cast(Any, type(model))._specbranch_original

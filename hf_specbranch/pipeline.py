@@ -9,7 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from .mixin import SpecBranchMixin, specbranch
+from .attach import specbranch
+from .mixin import SpecBranchMixin
 from .model_state import draft_model, transformers_model
 from .request import check_model, check_pair
 

@@ -17,10 +17,11 @@ from transformers.generation import GenerationMode
 from .config import SpecBranchConfig
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
-from .model_state import every_parameter, why_adapters_need_plain
+from .model_state import adapter_state, every_parameter, state_of, why_adapters_need_plain
 from .progress import Progress
 from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
+from .runtime.selection import masks_for, why_not_captured
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -128,6 +129,7 @@ class Request:
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
     observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
+    asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
     # Capture all stages instead of generating, and report progress here.
     warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
 
@@ -151,8 +153,7 @@ def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | N
     them: in the call, in the target's generation config, or, where transformers reads them, in the draft's.
     """
     if given is None or given is True:
-        candidates = (getattr(config, "specbranch", None) for config in settings.configs)
-        given = next((candidate for candidate in candidates if candidate is not None), {})
+        given = {} if settings.specbranch is None else settings.specbranch
     if isinstance(given, SpecBranchConfig):
         config = given
     elif isinstance(given, dict):
@@ -233,6 +234,32 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
         )
 
 
+def why_left_alone(target: PreTrainedModel, settings: MergedSettings) -> str:
+    """Return why a call for which nobody has asked for speculation is left to transformers; empty if it is not.
+
+    Decoding without a draft is to be faster than plain `generate()` and nothing else: where it would not be, or where a
+    check of a target refuses it, plain `generate()` runs.
+    """
+    if target.device.type not in ("cpu", "cuda") or target.training:
+        return "it would not be faster, or the model is being trained"
+    if str(settings.cache_implementation).startswith("offloaded"):
+        return "the cache is to be kept elsewhere"
+    if target.device.type == "cuda" and (reason := why_not_captured(target)):
+        return reason
+    if settings.mode not in SUPPORTED_MODES:
+        return "it is no greedy decoding or sampling"
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    known, key = state_of(target).refusals, (adapter_state(target), target.dtype, attention)
+    if key not in known:
+        try:
+            check_model(target, "target")
+            masks_for(target, "target")
+            known[key] = ""
+        except (TypeError, ValueError) as refused:
+            known[key] = str(refused)
+    return known[key]
+
+
 def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
     """Return why this `generate()` call is left to transformers' own decoding; empty if it is not."""
     if _has_own_generate(target):
@@ -296,6 +323,14 @@ def check_request(
         )
     check_model(draft, "draft")
     check_pair(target, draft, tokenizer, assistant)
+
+
+def leave_refused_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
+    """Leave inputs that `check_inputs` refuses to transformers."""
+    try:
+        check_inputs(target, input_ids, model_kwargs)
+    except ValueError as refused:
+        raise FallBack(str(refused)) from refused
 
 
 def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:

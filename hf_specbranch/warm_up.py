@@ -42,7 +42,7 @@ def warm_up(
         batch_sizes: numbers of rows. Greedy batches of a size in between run on the stages of the next larger one, if
             that has at most twice as many rows.
         max_length: the longest text, prompt included.
-        assistant_model: the draft; by default the one that is attached.
+        assistant_model: the draft; by default the one that is attached. Without one, the target decodes alone.
         progress: show a bar on standard error.
         generate_kwargs: further arguments of the calls to come, such as `do_sample`, `temperature` or `specbranch`.
 
@@ -58,11 +58,6 @@ def warm_up(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length <= PROMPT + 1:
         raise ValueError(f"max_length={max_length!r}: expected a whole number above {PROMPT + 1}")
     draft = assistant_model if assistant_model is not None else model._specbranch_memory.draft
-    if draft is None and generate_kwargs.get("specbranch") is None:
-        raise ValueError(
-            'there is no draft to warm up with: attach one, pass assistant_model=..., or pass specbranch={"policy": '
-            '"autoregressive"}'
-        )
     began, captured = time.perf_counter(), 0
     with tqdm(unit="plan", desc="warm-up", disable=not progress) as bar:
         before = warming_up.set(TqdmProgress(bar))

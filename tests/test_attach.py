@@ -61,14 +61,6 @@ def test_draft_of_the_call_wins_over_the_attached_one(plain, draft, stranger):
     assert calls
 
 
-def test_without_a_draft_generate_is_plain(plain, target):
-    kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}
-    model = specbranch(plain)
-    assert torch.equal(model.generate(**kwargs), target.generate(**kwargs))
-    assert model.specbranch_stats is None
-    assert model.generate(**kwargs, num_beams=3).shape == target.generate(**kwargs, num_beams=3).shape
-
-
 @pytest.mark.compat
 def test_false_gives_transformers_own_assisted_decoding(plain, target, draft):
     kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}

@@ -184,7 +184,6 @@ def test_a_failing_draft_leaves_the_model_usable(target, draft):
         ({"batch_sizes": ()}, "batch_sizes="),
         ({"batch_sizes": (1, 0)}, "expected whole numbers above 0"),
         ({"max_length": 3}, "max_length=3"),
-        ({}, "no draft to warm up with"),
         ({"specbranch": {"policy": "autoregressive"}, "num_beams": 2}, "nothing to warm up"),
     ],
 )

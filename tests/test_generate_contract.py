@@ -95,7 +95,7 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_calls_know_nothing_of_the_outer_call(name, inside, target, model, draft, stranger):
     other, asked = specbranch(copy.deepcopy(stranger)), dict(NESTED[name])
-    policies = {"with an assistant": "auto", "with settings": "vanilla"}
+    policies = {"no draft": "autoregressive", "with an assistant": "auto", "with settings": "vanilla"}
     inner = {**prompt(seed=3), "max_new_tokens": 4, "do_sample": False}
     expected = stranger.generate(**inner, num_beams=asked.get("num_beams", 1))
     if asked.pop("assistant", False):

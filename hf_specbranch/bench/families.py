@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..attach import specbranch
 from ..config import SpecBranchConfig
 from ..layers import fused
-from ..mixin import specbranch
 from ..model_state import adapter_state, every_module, state_of
 from ..progress import Progress
 from ..runtime.cuda_graph import fingerprint

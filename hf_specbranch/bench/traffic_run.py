@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..attach import specbranch
 from ..config import SpecBranchConfig
-from ..mixin import specbranch
 from ..model_state import state_of
 from ..progress import Progress
 from ..runtime.eager import NOTHING

@@ -34,7 +34,7 @@ def chat(
     with leaving_cleanly():
         import torch
 
-        from ..mixin import specbranch
+        from ..attach import specbranch
         from .conversation import Conversation
 
         target, draft, tokenizer = given.open_pair()

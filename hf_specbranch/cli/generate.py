@@ -31,7 +31,7 @@ def generate(
         import torch
         from transformers import TextStreamer
 
-        from ..mixin import specbranch
+        from ..attach import specbranch
 
         length_head = given.head()
         target, draft, tokenizer = given.open_pair()

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from ..attach import specbranch
 from ..bench.grow_head import grow_head
 from ..bench.methods import Pair
 from ..bench.twin import check_name, check_twin, make_twin
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
-from ..mixin import specbranch
 from .names import EMBEDDED, check_names
 
 

@@ -46,8 +46,8 @@ def trace(
         sampling = given.sampling()
         import torch
 
+        from ..attach import specbranch
         from ..decoding.assembly import is_cheap
-        from ..mixin import specbranch
         from ..planning.simulate import record_agreement, save_agreements
         from ..timeline import record
         from ..timeline.record import as_if_captured

@@ -62,7 +62,7 @@ def tune(
             progress.doing("importing torch and transformers")
             import torch
 
-            from ..mixin import specbranch
+            from ..attach import specbranch
             from ..planning.tune import tune as run_tune
             from ..planning.tune import tuning_generations
 

@@ -36,7 +36,7 @@ def warmup(
         check_names(target, draft)
         with showing_progress(quiet=as_json) as progress:
             progress.doing("importing torch and transformers")
-            from ..mixin import specbranch
+            from ..attach import specbranch
 
             progress.doing("loading the models")
             large, small, _ = options.open_pair(target, draft, device, dtype, threads)

@@ -45,6 +45,8 @@ def accept_choices(choices: Tensor, draft_tokens: Tensor, length: Tensor, branch
         branches: [B, K] the tokens that branches start with.
         at: [B, K] the position of each, or NONE where there is no branch.
     """
+    if not draft_tokens.shape[1] and not branches.shape[1]:  # there is nothing to accept
+        return Acceptance(torch.zeros_like(length), choices[:, 0], torch.full_like(length, NONE))
     accepted = _count_leading((choices[:, :-1] == draft_tokens) & _below(length, draft_tokens.shape[1]))
     token = _pick(choices, accepted)
     return Acceptance(accepted, token, _find(token, accepted, branches, at))

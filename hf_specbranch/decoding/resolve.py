@@ -146,6 +146,11 @@ class DraftTokens(NamedTuple):
     leaves: TreeLeaves | None = None
     memory: int = -1  # names the static buffers that hold the tokens; captured stages have read their address
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no room for a draft token or a tree leaf."""
+        return self.tokens.shape[1] == 0 and self.leaves is None
+
     def to(self, device: torch.device) -> DraftTokens:
         q = None if self.q is None else self.q.to(device)
         leaves = None if self.leaves is None else self.leaves.to(device)

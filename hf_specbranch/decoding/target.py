@@ -87,6 +87,8 @@ class Target:
         self.seen[:, :filled] = attention
         self.first = buffers.tensor("target.first", (rows, 1))  # the first slot that is not padding
         self.first.copy_(leading_padding(attention))
+        # A pass over the last token of rows of one length needs no mask.
+        self.nothing_hidden = not buffers.static_shapes and runner.masks.optional and bool(attention.all())
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
 
     def prefill(self) -> Step:
@@ -182,7 +184,7 @@ class Target:
         # Of any length, so not worth a capture.
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **outputs: Any) -> Step:
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""
         positions = self._on_all_axes(positions)
         if not self.has_further and self.axes is None:
@@ -191,6 +193,10 @@ class Target:
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)
 
     def _pass(self, draft_tokens: DraftTokens, shown: int, forward: Callable[..., Step]) -> Step:
+        if self.nothing_hidden and draft_tokens.is_empty and len(set(self.text.lengths)) == 1:
+            tokens, columns = self.text.last_and_draft(draft_tokens)
+            slots = columns.to(self.device) + self.base_on_device
+            return forward(tokens.to(self.device), self._positions(slots), slots, shown, **self.outputs)
         make = self._inputs_in_triton if self.in_triton else self._inputs_in_torch
         inputs = make(draft_tokens)
         visible = self.runner.visible(inputs.spans, shown, self.seen)

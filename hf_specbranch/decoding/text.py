@@ -171,7 +171,11 @@ class Text:
         """Write what is accepted after the text; `commit` decides how much of it stays."""
         if self.in_step:
             return
-        own, extra = acceptance.token.clamp(min=0)[:, None], continuation.clamp(min=0)[:, None]
+        own = acceptance.token.clamp(min=0)[:, None]
+        if draft_tokens.is_empty:
+            self.ids.scatter_(1, self.length[:, None], own)
+            return
+        extra = continuation.clamp(min=0)[:, None]
         tokens = torch.cat([draft_tokens.tokens.to(self.ids.device), own, extra], dim=1)  # [B, N + 2]
         tokens = tokens.scatter(1, acceptance.accepted[:, None], own).scatter(
             1, acceptance.accepted[:, None] + 1, extra

@@ -80,10 +80,11 @@ class Verifier:
             scorer = StaticScorer(processors, buffers, "verifier", vocabulary) if static else ExactScorer(processors)
             self.scorer = scorer
         self.host_copies = HostCopies(text.ids.device)
+        branches = (rows, int(in_triton))  # the kernel takes at least one, which does not exist
         self.nothing = (  # no draft tokens and no branches: for the prompt, and for methods that never draft
             DraftTokens(buffers.tensor("nothing.tokens", (rows, 0)), buffers.tensor("nothing.length", (rows,))),
             BranchStarts(
-                buffers.tensor("nothing.branches", (rows, 1)), buffers.tensor("nothing.at", (rows, 1)).fill_(NONE)
+                buffers.tensor("nothing.branches", branches), buffers.tensor("nothing.at", branches).fill_(NONE)
             ),
         )
         self.result_memory: dict[int, Tensor] = {}  # by the number of draft tokens

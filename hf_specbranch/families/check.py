@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attach import specbranch
 from ..config import SpecBranchConfig
-from ..mixin import specbranch
 from .tiny import PAD, TEXT_TOKENS, noisy_copy
 
 EQUAL, REFUSED, WRONG, ERROR, NEAR_TIE = "equal", "refused", "wrong", "error", "near tie"

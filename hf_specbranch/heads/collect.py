@@ -11,10 +11,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..attach import specbranch
 from ..bench.prompts import Prompt
 from ..config import SpecBranchConfig
 from ..decoding.hooks import NO_OPINION, SpeculationHook, Survivor
-from ..mixin import specbranch
 from .config import ModelIdentity, tokenizer_hash
 from .dataset import STORED, UNBOUNDED, CollectSettings, Manifest, prompts_record, write_shard
 from .network import HeadInputs, head_inputs

@@ -38,7 +38,7 @@ class Runner(Protocol):
         tokens: Tensor,  # [B, Q]
         positions: Tensor,  # [B, Q]
         slots: Tensor,  # [B, Q]
-        visible: Tensor,  # [B, Q, S] bool: the pass reads the first S slots; or spans [B, Q, 4], see `kernels.spans`
+        visible: Tensor | int,  # [B, Q, S] bool: the pass reads the first S slots; spans [B, Q, 4]; or S, if Q is 1
     ) -> Step:
         """Run these tokens at these positions, write them to these slots, and attend to the visible slots."""
         ...

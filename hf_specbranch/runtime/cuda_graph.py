@@ -168,15 +168,15 @@ class GraphRunner(EagerRunner):
         self.cache.release()
         self.remembered = NOTHING
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any) -> Step:
         """Replay the CUDA graph of a forward of this size; capture it first if there is none yet.
 
         A forward over more than `MOST_QUERIES` tokens is launched eagerly. A stage, which is captured as a whole, calls
         `forward_uncaptured` instead.
         """
-        rows, queries, shown = visible.shape
-        if queries > MOST_QUERIES:
+        if isinstance(visible, int) or visible.shape[1] > MOST_QUERIES:
             return super().forward(tokens, positions, slots, visible, **extra)
+        rows, queries, shown = visible.shape
         size = shown if visible.dtype == SPANS else round_up(shown)
         if visible.dtype != SPANS:
             self.reserve(rows, size)
@@ -194,7 +194,7 @@ class GraphRunner(EagerRunner):
         return captured.step
 
     def forward_uncaptured(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any
     ) -> Step:
         """Launch the forward kernel by kernel, through our kernels if `layers` is "fused". Never replays a graph."""
         with self._layers():

@@ -65,6 +65,7 @@ class EagerRunner:
     graphs_captured = 0  # graphs captured so far
     capture_seconds = 0.0  # time that this took
     runtime = "eager"
+    skips_autograd = False  # passes run in torch's inference mode, which takes less time on a CPU; see `selection`
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, limit: int | None = None) -> None:
         self.model = model
@@ -141,33 +142,36 @@ class EagerRunner:
         """
         return spans if self.takes_spans else spans_to_mask(spans, min(shown, seen.shape[1]), seen)
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any) -> Step:
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any) -> Step:
         """Run one forward; see `Runner.forward`. A `GraphRunner` replays it as a CUDA graph of its own.
 
         Args:
             tokens: [B, Q].
             positions: [B, Q]; models of images have [axes, B, Q], with the positions in the text first.
             slots: [B, Q] where the keys and values are written.
-            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4] if the runner takes them.
+            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4] if the runner takes them. A number:
+                one query per row attends to so many slots, all of them; only if `masks.optional`.
             extra: more arguments of the model, such as `output_hidden_states`.
         """
         return self.forward_uncaptured(tokens, positions, slots, visible, **extra)
 
     def forward_uncaptured(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, **extra: Any
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any
     ) -> Step:
         """Run one forward, launched kernel by kernel in every runner. Takes the same arguments as `forward`.
 
         Stages call it, because a stage is captured as a whole and a graph cannot be replayed inside a capture.
         """
         in_text = positions if positions.ndim == 2 else positions[0]
-        by_spans = visible.dtype == SPANS
+        by_spans = not isinstance(visible, int) and visible.dtype == SPANS
         # Spans bound what a pass reads. A captured one must not contain the present capacity, which grows.
-        shown = self.cache.address.most if by_spans else visible.shape[2]
+        shown = visible if isinstance(visible, int) else self.cache.address.most if by_spans else visible.shape[2]
         if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)
-        with self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else nullcontext():
+        skips = self.skips_autograd and not extra  # further outputs may be the caller's
+        mode = torch.inference_mode() if skips else nullcontext()
+        with self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else mode:
             output = self.model(
                 input_ids=tokens,
                 attention_mask=self.masks(visible, in_text, self.slot_positions[:, :shown]),
@@ -177,7 +181,9 @@ class EagerRunner:
                 **self.quiet,
                 **extra,
             )
-        return Step(output.logits, output.get("hidden_states"), output.get("attentions"))
+        # Nothing may be changed in place that was made in inference mode, as processors change scores.
+        logits = output.logits.clone() if output.logits.is_inference() else output.logits
+        return Step(logits, output.get("hidden_states"), output.get("attentions"))
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         self.slot_positions.scatter_(1, destination, self.slot_positions.gather(1, source))
@@ -208,6 +214,8 @@ class MaskMaker:
         by_layer_type: return a dict keyed by layer type, as hybrid models take it; otherwise one mask.
     """
 
+    optional = False  # a pass over one token per row that sees all slots is the same without a mask; see `mask_probe`
+
     def __init__(self, model: PreTrainedModel, by_layer_type: bool) -> None:
         config = model.config.get_text_config(decoder=True)
         self.by_layer_type = by_layer_type
@@ -216,14 +224,17 @@ class MaskMaker:
         self.additive = original_attention(config) == "eager"
         self.dtype = model.dtype
 
-    def __call__(self, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the masks of one pass.
+    def __call__(self, visible: Tensor | int, positions: Tensor, slot_positions: Tensor) -> Any:
+        """Return the masks of one pass: a tensor, or a dict of them by layer type.
 
         Args:
-            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4].
+            visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4]; a number: all slots, and there is
+                no mask.
             positions: [B, Q] positions of the queries.
             slot_positions: [B, S] positions of the tokens in the slots.
         """
+        if isinstance(visible, int):
+            return dict.fromkeys(self.kinds) if self.by_layer_type else None
         masks = {
             kind: self._to_mask(self._within_window(kind, visible, positions, slot_positions)) for kind in self.kinds
         }

@@ -42,7 +42,7 @@ class Address:
         self.capacity = BUCKET
         self.limit = None if limit is None else _whole_steps(max(limit, BUCKET), BUCKET)
         self._on_device: dict[torch.device, Tensor] = {}
-        self._rows: dict[torch.device, Tensor] = {}
+        self._index: dict[torch.device, tuple[Tensor | None, Tensor]] = {}
 
     @property
     def most(self) -> int:
@@ -53,7 +53,7 @@ class Address:
         """Set the slots that the next forward writes, [B, Q] or None to append, and the number that it reads."""
         self.slots, self.shown = slots, shown
         self._on_device.clear()
-        self._rows.clear()
+        self._index.clear()
 
     def slots_on(self, device: torch.device) -> Tensor:
         """Return the slots, [B, Q], on a device: the layers of a split model are on several devices."""
@@ -62,11 +62,14 @@ class Address:
             self._on_device[device] = self.slots.to(device)
         return self._on_device[device]
 
-    def rows_on(self, device: torch.device) -> Tensor:
-        """Return row indices, [B, 1], which index together with the slots where several rows are written."""
-        if device not in self._rows:
-            self._rows[device] = torch.arange(self.slots_on(device).shape[0], device=device)[:, None]
-        return self._rows[device]
+    def index_on(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """Return row indices [B, 1] and slots [B, Q], which index together; of a single row None and slots [Q]."""
+        found = self._index.get(device)
+        if found is None:
+            slots = self.slots_on(device)
+            rows = None if slots.shape[0] == 1 else torch.arange(slots.shape[0], device=device)[:, None]
+            found = self._index[device] = rows, slots[0] if rows is None else slots
+        return found
 
 
 class SlotLayer(CacheLayerMixin):
@@ -147,15 +150,16 @@ class SlotLayer(CacheLayerMixin):
             self.appended = end
             return self.keys[:, :, :end], self.values[:, :, :end]
         shown = self.address.shown
-        slots = self.address.slots_on(self.keys.device)
-        if slots.shape[0] == 1:  # one simple kernel each
-            self.keys.index_copy_(2, slots[0], key_states.to(self.keys.dtype))
-            self.values.index_copy_(2, slots[0], value_states.to(self.values.dtype))
+        rows, slots = self.address.index_on(self.keys.device)
+        if rows is None:  # one simple kernel each
+            if key_states.dtype != self.keys.dtype or value_states.dtype != self.values.dtype:
+                key_states, value_states = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
+            self.keys.index_copy_(2, slots, key_states)
+            self.values.index_copy_(2, slots, value_states)
         else:
-            rows = self.address.rows_on(self.keys.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, :shown], self.values[:, :, :shown]
+        return self.keys.narrow(2, 0, shown), self.values.narrow(2, 0, shown)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.appended + query_length, 0

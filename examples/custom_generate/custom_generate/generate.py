@@ -1,6 +1,6 @@
 """SpecBranch as a `custom_generate` repository: every argument of `generate()` is passed on."""
 
-from hf_specbranch.mixin import attached_for_call
+from hf_specbranch.attach import attached_for_call
 
 
 def generate(model, assistant_model=None, **kwargs):
