@@ -22,6 +22,7 @@ DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
 # step where a 33B target took 18 ms per pass, a 68M draft 0.1 ms where a 7B target took 4 ms (docs/benchmarks.md).
 CAPTURED_LENGTH = 4  # gamma in captured stages for a draft that is not cheap; a cheap one takes the default
 REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
+LOOKUP_TOKENS = 15  # with the token before them 16
 TREE_LEAVES = 6  # with 8 draft tokens, the token before them and one that is read again: 16, a block of our kernels
 
 
@@ -106,6 +107,11 @@ class SpecBranchConfig:
         tree_leaves: how many of the draft's second choices, at the draft tokens most likely to be rejected, the target
             verifies in the same pass ("vanilla" and "specbranch"); an accepted leaf adds one token to the pass. Leaves
             take no drafting, but make the pass wider. "auto": as for `max_rejection_branches`.
+        prompt_lookup_num_tokens: the most tokens that a lookup proposes in one go: what followed where the end of the
+            text occurred before, in the text itself or in a corpus. 0: no lookup. "auto": up to 15 under the policy
+            "auto", where they are likely enough to be right, and 0 under the others. With the policy
+            "autoregressive", lookup alone drafts.
+        max_matching_ngram_size: the most tokens of a text's end that a lookup compares; "auto": 12.
         length_head: predicts for a draft 0 (send nothing), 1 (decide by confidence) or 2 (send all of it): the H-RAD of
             the paper. A `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look
             for one on the Hub, or any callable (see `hf_specbranch.decoding.hooks`). None: no head.
@@ -143,6 +149,8 @@ class SpecBranchConfig:
     max_branches: int = 4
     max_rejection_branches: int | str = "auto"
     tree_leaves: int | str = "auto"
+    prompt_lookup_num_tokens: int | str = "auto"
+    max_matching_ngram_size: int | str = "auto"
     length_head: str | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
@@ -168,7 +176,9 @@ class SpecBranchConfig:
         if self.max_draft_length != "auto":
             _whole_number("max_draft_length", self.max_draft_length, or_else=' or "auto"')
         _whole_number("max_branches", self.max_branches)
-        for name in ("max_rejection_branches", "tree_leaves"):
+        if self.max_matching_ngram_size != "auto":
+            _whole_number("max_matching_ngram_size", self.max_matching_ngram_size, or_else=' or "auto"')
+        for name in ("max_rejection_branches", "tree_leaves", "prompt_lookup_num_tokens"):
             if (given := getattr(self, name)) not in ("auto", 0) or isinstance(given, bool):
                 _whole_number(name, given, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
@@ -218,6 +228,9 @@ class SpecBranchConfig:
             outcomes = 0 if not beyond else FEW_REJECTION_BRANCHES if large else REJECTION_BRANCHES
         if leaves == "auto":
             leaves = TREE_LEAVES if beyond else 0
+        lookup = self.prompt_lookup_num_tokens
+        if lookup == "auto":
+            lookup = LOOKUP_TOKENS if self.policy == "auto" else 0
         return replace(
             self,
             policy="specbranch" if self.policy == "auto" else self.policy,
@@ -225,6 +238,7 @@ class SpecBranchConfig:
             confidence_threshold=self.threshold(alone=captured and alone),
             max_rejection_branches=outcomes,
             tree_leaves=leaves,
+            prompt_lookup_num_tokens=lookup,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from .request import (
     why_left_alone,
     why_plain,
     why_refused,
+    without_model,
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
@@ -138,7 +139,7 @@ class SpecBranchMixin(GenerationMixin):
         if not asked and why_left_alone(model, settings):
             return plain()
         if draft is None and config.policy == "auto":
-            config = replace(config, policy="autoregressive")
+            config = without_model(config)
         check_request(model, draft, config, settings.tokenizer, settings.assistant_tokenizer)
         reason = why_plain(model, draft, settings)
 

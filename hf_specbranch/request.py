@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
-from .config import SpecBranchConfig
+from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
 from .model_state import adapter_state, every_parameter, state_of, why_adapters_need_plain
@@ -169,6 +169,14 @@ def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | N
         threshold = settings.set_by_user("assistant_confidence_threshold", drafts_own)
         config = replace(config, confidence_threshold="auto" if threshold is None else threshold)
     return config
+
+
+def without_model(config: SpecBranchConfig) -> SpecBranchConfig:
+    """Return the settings of the policy "auto" where there is no draft model: lookup alone."""
+    lookup = config.prompt_lookup_num_tokens
+    return replace(
+        config, policy="autoregressive", prompt_lookup_num_tokens=LOOKUP_TOKENS if lookup == "auto" else lookup
+    )
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class SpecBranchStats:
         tree_leaves: tree leaves that the target checked.
         tree_leaf_hits: tree leaves that were accepted; each brings one more token.
         acceptance_histogram: entry `i` counts the verifications that accepted `i` draft tokens.
+        sources: for each source of drafts, how many tokens it has drafted and how many of them were accepted.
         draft_seconds: time of drafting that could overlap with the target.
         hidden_seconds: the part of `draft_seconds` during which the target ran.
         plans: what `policy="auto"` chose, predicted and measured, plan by plan.
@@ -89,6 +90,7 @@ class SpecBranchStats:
     tree_leaves: int = 0
     tree_leaf_hits: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_seconds: float = 0.0
     hidden_seconds: float = 0.0
     plans: list[dict[str, Any]] = field(default_factory=list)

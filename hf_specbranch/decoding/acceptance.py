@@ -152,5 +152,7 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
 
 def _find(token: Tensor, position: Tensor, branches: Tensor, at: Tensor) -> Tensor:
     """Return the index of the branch that starts with `token` at `position`, or NONE."""
+    if not branches.shape[1]:
+        return torch.full_like(position, NONE)
     same = (branches == token[:, None]) & (at == position[:, None])
     return torch.where(same.any(1), same.long().argmax(1), NONE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,20 +26,16 @@ from ..runtime.selection import BRANCH_SLOTS, SPARE_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .call import Call
-from .draft_model import DraftModel
-from .draft_source import DraftOps
-from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
-from .drafter import Drafter, TorchDraftOps
-from .hooks import ConfidenceStop, HookList, SpeculationHook, TopKBranches
+from .hooks import HookList, SpeculationHook
 from .loop import NoDraft, Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
-from .policies import POLICIES, Policy
+from .policies import POLICIES
 from .resolve import Accounting
 from .scoring import can_guide, has_static_form, is_opaque
+from .sources import Sources
 from .target import Target
 from .text import Text
-from .triton_draft_ops import TritonDraftOps, kernels_know
 from .verifier import Verifier
 
 CHEAP = 50  # a draft is cheap that has so many times fewer parameters than its target
@@ -47,7 +43,7 @@ CHEAP = 50  # a draft is cheap that has so many times fewer parameters than its 
 WINDOW, CONTEXT, FEWEST = 128, 256, 16
 
 
-class Assembly:
+class Assembly(Sources):
     """Makes the parts of a generation, and the buffers they work on.
 
     Args:
@@ -86,7 +82,8 @@ class Assembly:
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
-        self.reach = self.stopper.max_length + max(plan.draft_length for plan in self.plans) + 3  # the last draft too
+        longest = max(max(plan.draft_length, int(plan.prompt_lookup_num_tokens)) for plan in self.plans)
+        self.reach = self.stopper.max_length + longest + 3  # the last draft too
         self.capacity = runner.columns(self.reach)  # columns of the text
         self.seeds = call.seeds()
 
@@ -99,7 +96,7 @@ class Assembly:
     def parts(self) -> Parts:
         """Return everything that the loop needs except a drafter."""
         call = self.call
-        buffers = self._buffers_for(self.runner, call.input_ids.device, ())
+        buffers = self.buffers_for(self.runner, call.input_ids.device, ())
         pad = getattr(call.generation_config, "_pad_token_tensor", None)
         pad_token = int(pad) if pad is not None else 0
         text = Text(
@@ -142,16 +139,15 @@ class Assembly:
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
-        target, draft, rows = self.runner, self.draft_runner, self.call.rows
+        target, draft = self.runner, self.draft_runner
         assert draft is not None
         known = knowledge_of(target.model, draft.model)
-        threads = torch.get_num_threads() if target.device.type == "cpu" else 0
         return Planner(
             self.plans,
             self.call.config,
-            Situation(rows, target.runtime, self.static_shapes, threads),
+            self._situation,
             known,
-            lambda context: self.predicted_costs(context, draft.model),
+            self._predicted_costs(),
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
@@ -159,13 +155,35 @@ class Assembly:
             remaining=lambda: self.stopper.max_length - max(text.lengths),
         )
 
+    @property
+    def _situation(self) -> Situation:
+        threads = torch.get_num_threads() if self.runner.device.type == "cpu" else 0
+        return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads)
+
     def predicted_costs(self, context: int, draft: PreTrainedModel) -> StepCosts:
-        """Return the costs that the sizes of the target and a draft predict for a context of this length."""
-        known = knowledge_of(self.call.model, draft)
+        """Return the step costs that the sizes of the target and a draft predict at this length of text."""
+        return self._predicted_costs(draft)(context)
+
+    def _predicted_costs(self, draft: PreTrainedModel | None = None) -> Callable[[int], StepCosts]:
+        """Return the step costs that the sizes of the models predict, by length of the text.
+
+        Without a draft the target takes its place: only the costs of its own passes are of use then.
+        """
+        target, rows = self.runner.model, self.call.rows
+        draft = draft or (None if self.draft_runner is None else self.draft_runner.model)
         # A sampled text must not depend on what was counted before the models were changed.
-        sizes = known.sizes if known.sizes is not None and not self.samples else sizes_of(self.call.model, draft)
-        devices = 1 if self.runner.device == draft.device else 2
-        return predicted_costs(*sizes, self.static_shapes, self.call.rows, context, devices)
+        known = None if draft is None or self.samples else knowledge_of(target, draft).sizes
+        sizes = known or sizes_of(target, draft or target)
+        devices = 1 if draft is None or self.runner.device == draft.device else 2
+        return lambda context: predicted_costs(*sizes, self.static_shapes, rows, context, devices)
+
+    def step_costs(self, context: int) -> StepCosts:
+        """Return what steps cost at this length of text: predicted, and corrected by what was measured before."""
+        predicted = self._predicted_costs()(context)
+        if self.draft_runner is None or self.samples:
+            return predicted
+        known = knowledge_of(self.runner.model, self.draft_runner.model)
+        return known.factors_in(self._situation).costs(predicted)
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""
@@ -186,20 +204,18 @@ class Assembly:
         return Overlap(self.runner.device, draft.device, self.stats, inline=self.static_shapes)
 
     def with_drafter(self, plan: SpecBranchConfig, parts: Parts) -> Parts:
-        """Return these parts with a drafter for the plan."""
-        policy = POLICIES[plan.policy]
+        """Return these parts with the draft source of the plan."""
         if self.static_shapes:
             self.runner.plans_run.add(self._stages(plan))
-        if self.draft_runner is None or not policy.drafts:
-            return parts._replace(drafter=NoDraft(parts.verifier.nothing), accounting=Accounting(self.stats, depth=0))
-        drafter = self._drafter(plan, self.draft_runner, parts)
-        return parts._replace(drafter=drafter, accounting=Accounting(self.stats, drafter.depth))
+        source = self.source_of(plan, parts)
+        return parts._replace(drafter=source, accounting=Accounting(self.stats, source.depth))
 
     def _stages(self, plan: SpecBranchConfig) -> PlanRun:
         """Name the stages of a plan: everything that makes them differ from those of another plan or call."""
         drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
         drafts = (*drafting, plan.tree_leaves) if POLICIES[plan.policy].drafts else ()
-        return PlanRun(self.call.stage_settings, (plan.policy, drafts, self.capacity, self.runner.takes_spans))
+        lookup = plan.prompt_lookup_num_tokens, plan.max_matching_ngram_size
+        return PlanRun(self.call.stage_settings, (plan.policy, drafts, lookup, self.capacity, self.runner.takes_spans))
 
     def observed(self, parts: Parts) -> Parts:
         """Return the parts as the caller's observer wraps them, if there is one."""
@@ -238,7 +254,7 @@ class Assembly:
             return "inputs, target and draft are not on one device"
         return ""
 
-    def _buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
+    def buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:
         if not self.static_shapes:
             return Buffers(device)
         sizes = (self.call.rows, self.capacity, self._target_slots)
@@ -275,54 +291,6 @@ class Assembly:
             self.given.feature_layers, self.stats, tokens_alone, self.further, axes, self.in_triton,
             call.config.prefix_reuse and not cached,
         )  # fmt: skip
-
-    def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
-        call, text, policy, gamma = self.call, parts.text, POLICIES[plan.policy], plan.draft_length
-        alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
-        branches = alternatives if policy.forks else 1
-        rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
-        draws = self.samples and not self.in_step and call.draws_drafts
-        capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1))
-        counts = (gamma, branches, rejection_branches, leaves)
-        epsilon = plan.threshold()
-        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
-        hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
-        baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
-        buffers = self._buffers_for(runner, runner.device, (*baked, hooks.settings))
-        own = self._own_attention.to(runner.device)
-        ends = frozenset(self.stopper.eos)
-        model = DraftModel(buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
-        generator = buffers.generator("drafts", next(self.seeds)) if draws else None
-        reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
-        ids, start = text.before_round()
-        pending = PendingDraft(
-            buffers, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator
-        )
-        side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, branch_depth(policy, gamma))
-        rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
-        limit = self.stopper.max_length
-        round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
-        ops: DraftOps = TorchDraftOps(round, model, hooks)
-        if self.in_triton and kernels_know(policy, gamma, hooks):
-            ops = TritonDraftOps(round, model, hooks, buffers)
-        return Drafter(buffers, model, round, ops, hooks, self.stats)
-
-    @property
-    def _own_attention(self) -> Tensor:
-        """[B, P] bool over the prompt: the draft reads the text, not what is cached."""
-        return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
-
-    def _speculated_widths(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
-        """Return the most rejection branches and the most tree leaves."""
-        most = plan.draft_length * min(alternatives, self.vocabulary - 1)
-        rejection_branches = min(int(plan.max_rejection_branches), most)
-        leaves = min(int(plan.tree_leaves), most)
-        if not policy.forks or self.guided:  # a guide follows one pending draft
-            rejection_branches = 0
-        # Rows in step, and recorded outputs, need rounds that end at the target's own token.
-        if not policy.drafts_first or self.in_step or self.recorder is not None:
-            leaves = 0
-        return rejection_branches, leaves
 
 
 def has_holes(attention: Tensor) -> bool:

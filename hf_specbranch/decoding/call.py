@@ -15,6 +15,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
+from ..corpus import LookupCorpus
 from ..runtime.kv_cache import past_length
 from .hooks import LengthHeadHook, SpeculationHook
 from .loop import Parts
@@ -45,6 +46,7 @@ class Call:
     streamer: Any
     model_kwargs: dict[str, Any]
     fills_cache: bool  # the caller's own past_key_values is to be kept up to date
+    corpus: LookupCorpus | None = None  # where lookup drafts are found besides the text
     observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
     pause: int | None = None  # the length of text at which this call ends and another continues
     ended: tuple[bool, ...] = ()  # rows that were complete before

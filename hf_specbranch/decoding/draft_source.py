@@ -19,6 +19,7 @@ class DraftSource(Protocol):
     """Proposes draft tokens, and continues them while the target verifies.
 
     Attributes:
+        name: what has drafted the last proposal, for the statistics.
         device: where its tensors are.
         depth: tokens of a side branch after its first.
         max_tokens_per_round: the most tokens that a round can add to a text.
@@ -26,6 +27,7 @@ class DraftSource(Protocol):
             start before the host has read it.
     """
 
+    name: str
     device: torch.device
     depth: int
     max_tokens_per_round: int

@@ -58,7 +58,7 @@ class Drafter:
         self.buffers, self.model, self.round, self.ops = buffers, model, round, ops
         self.hooks, self.stats = hooks, stats
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
-        self.max_tokens_per_round = self.gamma + 2
+        self.name, self.max_tokens_per_round = "draft model", self.gamma + 2
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round = self.policy.drafts_first and not self.policy.drafts_ahead
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`

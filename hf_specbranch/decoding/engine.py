@@ -48,7 +48,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text; return the output and the statistics."""
     began = time.perf_counter()
     wanted, random_state = replace(call, pause=pause_of(call)), call.random_state()
-    call = pad_rows(wanted)
+    call = pad_rows(wanted) if wanted.rows > 1 else wanted
     stats = SpecBranchStats(policy=call.config.policy, padding_rows=call.padding)
     with cpu_threads.limited(call.model.device if not call.generation_config.do_sample else None):
         output = None

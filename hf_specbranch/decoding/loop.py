@@ -62,7 +62,7 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
     in_flight = RoundsInFlight(text, drafter, target.stats)
     for _ in rounds:
         while not text.finished and in_flight.must_finish_one():
-            feedback = finish_round(parts, in_flight.pop())
+            feedback = finish_round(parts, *in_flight.pop())
         if text.finished:
             break
         in_flight.update_text()
@@ -73,15 +73,21 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
             branches = drafter.branch(text.reach)
         step = wait_for_target()
         verifier.verify(step, draft_tokens, branches, drafter.drafted)
-        in_flight.push(step)
+        in_flight.push(step, drafter.name)
     feedback = finish_all(parts, overlap, in_flight, feedback)
     parts.accounting.flush()
     text.stream_out()
     return feedback
 
 
-def finish_round(parts: Parts, step: Step) -> Feedback:
-    """Resolve a round on the host: commit its tokens, count the others, and return feedback for the drafter."""
+def finish_round(parts: Parts, step: Step, source: str = "") -> Feedback:
+    """Resolve a round on the host: commit its tokens, count the others, and return feedback for the drafter.
+
+    Args:
+        parts: the parts of the generation.
+        step: the target's pass.
+        source: the name of what has drafted.
+    """
     text, verifier, recorder, accounting = parts.text, parts.verifier, parts.recorder, parts.accounting
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
@@ -93,7 +99,7 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
         text.stream_out()
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
-    accounting.add(results, rows)
+    accounting.add(results, rows, source)
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,
@@ -105,12 +111,12 @@ def finish_round(parts: Parts, step: Step) -> Feedback:
 def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedback: Feedback) -> Feedback:
     """Finish the rounds in flight; those that were started after the end of the text are not counted."""
     while in_flight:
-        step = in_flight.pop()
+        step, source = in_flight.pop()
         if parts.text.finished:
             parts.verifier.host_copies.skip()
             overlap.discard_round()
         else:
-            feedback = finish_round(parts, step)
+            feedback = finish_round(parts, step, source)
     in_flight.close()
     return feedback
 
@@ -143,7 +149,7 @@ class RoundsInFlight:
     """
 
     def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats) -> None:
-        self.text, self.stats, self.steps = text, stats, deque[tuple[Step, int]]()
+        self.text, self.stats, self.steps = text, stats, deque[tuple[Step, str, int]]()
         self.most_per_round = drafter.max_tokens_per_round
         can_continue = text.resolved_on_device and not text.stopper.called
         self.max_in_flight = int(can_continue and drafter.same_every_round)
@@ -165,16 +171,19 @@ class RoundsInFlight:
         """Tell the text how many tokens these rounds have added at most."""
         self.text.in_flight = self.tokens
 
-    def push(self, step: Step) -> None:
-        self.steps.append((step, self.text.done.count(False)))
+    def push(self, step: Step, source: str) -> None:
+        self.steps.append((step, source, self.text.done.count(False)))
 
-    def pop(self) -> Step:
-        """Return the pass of the oldest round. Rows that had ended when it was launched are no longer counted."""
-        step, rows = self.steps.popleft()
+    def pop(self) -> tuple[Step, str]:
+        """Return the pass of the oldest round, and the name of what has drafted.
+
+        Rows that had ended when it was launched are no longer counted.
+        """
+        step, source, rows = self.steps.popleft()
         # Of a round that is discarded, `Overlap.discard_round` takes back one row.
         self.stats.row_passes -= rows - (1 if self.text.finished else self.text.done.count(False))
         self.text.others_in_flight = len(self.steps)
-        return step
+        return step, source
 
     def close(self) -> None:
         self.text.in_flight = 0
@@ -187,7 +196,7 @@ class NoDraft:
         nothing: no draft tokens and no branches.
     """
 
-    depth, max_tokens_per_round, same_every_round = 0, 1, True
+    name, depth, max_tokens_per_round, same_every_round = "", 0, 1, True
 
     def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device

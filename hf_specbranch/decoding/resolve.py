@@ -253,8 +253,10 @@ class Feedback(NamedTuple):
     draft_ended: bool  # some row has no pending draft left
 
 
-def count_round(stats: SpecBranchStats, result: VerifyResult, row: RowResult, resolution: Resolution) -> None:
-    """Add one round of one row to the statistics."""
+def count_round(
+    stats: SpecBranchStats, result: VerifyResult, row: RowResult, resolution: Resolution, source: str = ""
+) -> None:
+    """Add one round of one row to the statistics; `source` is the name of what has drafted."""
     drafted = result.drafted
     stats.num_draft_tokens += drafted.new
     stats.tree_leaves += drafted.leaves
@@ -262,6 +264,11 @@ def count_round(stats: SpecBranchStats, result: VerifyResult, row: RowResult, re
     if not (drafted.sent or drafted.ahead):
         return
     stats.num_drafts += 1
+    if source:
+        counts = stats.sources.setdefault(source, {"rounds": 0, "drafted": 0, "accepted": 0})
+        counts["rounds"] += 1
+        counts["drafted"] += drafted.new
+        counts["accepted"] += resolution.accepted
     if drafted.branches and row.complete and row.accepted == drafted.sent:
         stats.branch_points += 1
         stats.branch_hits += row.survivor != NONE
@@ -286,20 +293,20 @@ class Accounting:
 
     def __init__(self, stats: SpecBranchStats, depth: int) -> None:
         self.stats, self.depth = stats, depth
-        self.uncounted: list[tuple[VerifyResult, RowResult, Resolution]] = []
+        self.uncounted: list[tuple[VerifyResult, RowResult, Resolution, str]] = []
         self.pending: list[int] = []  # drafted tokens after the text of each unfinished row
 
-    def add(self, results: list[VerifyResult], rows: list[RowResult]) -> None:
-        """Take a round; `flush` counts it."""
+    def add(self, results: list[VerifyResult], rows: list[RowResult], source: str = "") -> None:
+        """Take a round of a draft source; `flush` counts it."""
         self.flush()
         resolved = [result.resolve(row.committed, row.finished, self.depth) for result, row in zip(results, rows)]
-        self.uncounted = list(zip(results, rows, resolved))
+        self.uncounted = [(*each, source) for each in zip(results, rows, resolved)]
         self.pending = [each.pending for each, row in zip(resolved, rows) if not row.finished]
 
     def flush(self) -> None:
         """Count the round that was added last."""
-        for result, row, resolution in self.uncounted:
-            count_round(self.stats, result, row, resolution)
+        for each in self.uncounted:
+            count_round(self.stats, *each)
         self.uncounted = []
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Text:
         padding: int = 0,
     ) -> None:
         rows, self.prompt_length = prompt.shape
-        self.static_shapes, self.serial = buffers.static_shapes, buffers.serial
+        self.buffers, self.static_shapes, self.serial = buffers, buffers.static_shapes, buffers.serial
         self.ids = buffers.tensor("text.ids", (rows, capacity))
         self.ids[:, : self.prompt_length] = prompt
         self.columns = torch.arange(capacity, out=buffers.tensor("text.columns", (capacity,)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from ..config import SpecBranchConfig
+from ..config import LOOKUP_TOKENS, SpecBranchConfig
 from .agreement import Agreement
 from .costs import StepCosts
 from .simulate import predict
@@ -48,7 +48,8 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
     thresholds = THRESHOLDS[captured] if isinstance(given, str) else (given,)
     plans = []
     for length, epsilon in product(lengths, thresholds):
-        plan = replace(config, max_draft_length=length, confidence_threshold=epsilon)
+        lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_TOKENS)
+        plan = replace(config, max_draft_length=length, confidence_threshold=epsilon, prompt_lookup_num_tokens=lookup)
         vanilla = replace(plan, policy="vanilla", max_rejection_branches=0, overlap=False)
         for leaves in TREE_LEAVES[captured]:
             fitting = max(0, min(leaves, BLOCK_SIZE - 2 - length)) if captured else leaves

@@ -169,7 +169,8 @@ class EagerRunner:
         if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
         self.cache.address.point_at(slots, shown)
-        skips = self.skips_autograd and not extra  # further outputs may be the caller's
+        # Further outputs may be the caller's, and the first pass creates the cache.
+        skips = self.skips_autograd and not extra and len(self.cache.layers) > 0
         mode = torch.inference_mode() if skips else nullcontext()
         with self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else mode:
             output = self.model(

@@ -163,8 +163,8 @@ class ObservedDrafter(Observed):
 class ObservedAccounting(Observed):
     """Records what each round meant."""
 
-    def add(self, results: list[VerifyResult], rows: list[RowResult]) -> None:
-        self.part.add(results, rows)
+    def add(self, results: list[VerifyResult], rows: list[RowResult], source: str = "") -> None:
+        self.part.add(results, rows, source)
         self.observer.finish_round(results[0], rows[0], self.part.depth)
 
     def close(self) -> None:

@@ -1,0 +1,235 @@
+"""Lookup drafts: what followed where the end of the text occurred before, in the text itself or in a corpus.
+
+A lookup takes no forward of a model, and its tokens are no random draws: the target's tokens are chosen first and
+compared with them (`acceptance.accept_choices`), so greedy and sampled texts stay exact.
+
+In every round the host decides how many tokens to propose (`Lookup.choose`): by the length of the match, by how often
+such matches were right so far, and by what a wider pass costs. Without a promising match the target's pass reads one
+token, as if there were no lookup. Where stages are captured, the tokens are found on the device, since the host is a
+round behind; elsewhere the host has them already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..corpus import LookupCorpus
+from ..runtime.static_buffers import Buffers
+from .lookup_match import find_in_corpus, find_in_text, longer_of
+from .resolve import BranchStarts, Drafted, DraftTokens, Feedback
+from .text import Text
+from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, best_length
+
+LENGTHS = {True: (7, 15), False: (1, 2, 3, 4, 5, 6, 7, 11, 15)}  # by whether stages are captured: each needs a capture
+SAMPLES = 5  # times of rounds that are kept for each length
+NAME = "lookup"
+
+
+def lengths_up_to(most: int, captured: bool) -> tuple[int, ...]:
+    """Return the numbers of tokens that a lookup may propose, `most` the largest.
+
+    Example:
+        >>> lengths_up_to(15, captured=True), lengths_up_to(4, captured=False)
+        ((7, 15), (1, 2, 3, 4))
+    """
+    return (*(length for length in LENGTHS[captured] if length < most), most)
+
+
+class PassTimes:
+    """The time of a round by the number of its draft tokens: predicted, and measured where that is known.
+
+    Args:
+        predicted: seconds of a pass with so many draft tokens per row.
+        measures: learn from the clock. A sampled text must depend on its seed, not on the speed of the machine.
+    """
+
+    def __init__(self, predicted: Callable[[int], float], measures: bool) -> None:
+        self.predicted, self.measures = predicted, measures
+        self.samples: dict[int, list[float]] = {}
+        self.running: tuple[int, float] | None = None  # the round that has begun
+
+    def begin(self, count: int) -> None:
+        """Note that a round with so many draft tokens begins, and the one before has ended."""
+        if not self.measures:
+            return
+        now = time.perf_counter()
+        if self.running is not None:
+            samples = self.samples.setdefault(self.running[0], [])
+            samples.append(now - self.running[1])
+            del samples[:-SAMPLES]
+        self.running = count, now
+
+    def pause(self) -> None:
+        """Note that the time from now on belongs to something else."""
+        self.running = None
+
+    def seconds(self, count: int) -> float:
+        """Return the time of a round with so many draft tokens."""
+        if count in self.samples:
+            return median(self.samples[count])
+        measured = [median(times) / self.predicted(width) for width, times in self.samples.items()]
+        return self.predicted(count) * (median(measured) if measured else 1.0)
+
+
+class Lookup:
+    """The host's part of lookup: follows the text, and decides how many tokens to propose.
+
+    Args:
+        text: the committed text.
+        attention: [B, P] bool, False where the prompt is padded.
+        lengths: the numbers of tokens to choose from.
+        longest: the most tokens that a match is compared over.
+        corpus: further texts to look in.
+        times: what rounds take.
+
+    Attributes:
+        forced: propose so many tokens whatever they promise; for a warm-up.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        attention: Tensor,
+        lengths: Sequence[int],
+        longest: int,
+        corpus: LookupCorpus | None,
+        times: PassTimes,
+    ) -> None:
+        self.text, self.attention, self.lengths, self.corpus, self.times = text, attention, lengths, corpus, times
+        self.longest = min(longest, LONGEST)
+        self.forced: int | None = None
+        self.most = max(lengths)
+        self.confidence = MatchConfidence()
+        self.indices: list[TextIndex] = []
+        self.matches: list[Match] = []
+        self.read: list[int] = []  # new tokens of each row that the index has
+
+    def prepare(self) -> None:
+        """Read the prompt, once."""
+        if self.indices:
+            return
+        text = self.text
+        prompts, seen = text.ids[:, : text.prompt_length].tolist(), self.attention.tolist()
+        for row in range(len(text.lengths)):
+            index = TextIndex(self.longest, self.corpus)
+            index.extend([token for token, real in zip(prompts[row], seen[row]) if real])
+            self.indices.append(index)
+        self.matches, self.read = [NO_MATCH] * len(self.indices), [0] * len(self.indices)
+
+    def follow(self) -> None:
+        """Take over the tokens that were committed, and find out whether the matches before them were right."""
+        self.prepare()
+        for row, index in enumerate(self.indices):
+            new = self.text.new[row][self.read[row] :]
+            if not new or self.text.done[row]:
+                continue
+            match = self.matches[row]
+            for token in new:
+                if match.length:
+                    self.confidence.observe(match.length, match.tokens[0] == token)
+                index.extend((token,))
+                match = index.match(1)
+            self.read[row] += len(new)
+            self.matches[row] = index.match(self.most) if match.length else NO_MATCH
+
+    def choose(self) -> int:
+        """Return how many tokens to propose in the next round; 0: none."""
+        self.follow()
+        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
+        if self.forced is not None:
+            return self.forced
+        if not any(match.length for match in rows):
+            return 0
+        expected = [self.confidence.expected(each.length, len(each.tokens) if each.length else 0) for each in rows]
+        return best_length(expected, self.times.seconds, self.lengths)
+
+    def speed(self, count: int) -> float:
+        """Return the expected tokens per second and row of a round with so many proposed tokens."""
+        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
+        expected = (self.confidence.expected(each.length, min(count, len(each.tokens)))[-1] for each in rows)
+        return (1 + sum(expected) / max(1, len(rows))) / self.times.seconds(count)
+
+    def room(self, row: int) -> int:
+        """Return how many draft tokens a row may be sent: the target adds one of its own."""
+        return 0 if self.text.done[row] else max(0, self.text.stopper.max_length - self.text.lengths[row] - 1)
+
+
+class LookupDraft:
+    """The draft source that looks tokens up. See `DraftSource`.
+
+    Args:
+        buffers: where stages run; those of the text.
+        lookup: decides how many tokens to propose.
+        first: [B, 1] the first column that is not padding.
+        nothing: no draft tokens and no branches.
+    """
+
+    depth, same_every_round = 0, True
+
+    def __init__(
+        self, buffers: Buffers, lookup: Lookup, first: Tensor, nothing: tuple[DraftTokens, BranchStarts]
+    ) -> None:
+        self.buffers, self.lookup, self.nothing, text = buffers, lookup, nothing, lookup.text
+        self.device, self.name, rows = text.ids.device, NAME, text.ids.shape[0]
+        self.max_tokens_per_round = lookup.most + 1
+        self.first = buffers.tensor("lookup.first", (rows, 1)).copy_(first)
+        self.limit = buffers.tensor("lookup.limit", (1,)).fill_(text.stopper.max_length)
+        self.length = buffers.tensor("lookup.length", (rows,))
+        self.tokens = {count: buffers.tensor(f"lookup.tokens{count}", (rows, count)) for count in lookup.lengths}
+        self.none = buffers.tensor("lookup.none", (rows, len(Drafted._fields)))
+        self.tables = None if lookup.corpus is None else lookup.corpus.on(self.device)
+        self.sent: Tensor | None = None  # [B] the length of the last proposal
+
+    def prefill(self, length: int) -> None:
+        self.lookup.prepare()
+
+    def remember(self, tokens: list[int]) -> None: ...
+
+    def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
+        count = self.lookup.choose()
+        self.lookup.times.begin(count)
+        return self.look_up(count) if count else self.propose_nothing()
+
+    def propose_nothing(self) -> DraftTokens:
+        self.sent = None
+        return self.nothing[0]
+
+    def look_up(self, count: int) -> DraftTokens:
+        """Return up to `count` tokens per row, from the longest match of its end."""
+        if self.buffers.static_shapes:
+            corpus = None if self.lookup.corpus is None else self.lookup.corpus.serial
+            self.buffers.run(("lookup", count, self.lookup.longest, corpus), lambda: self._find(count))
+            self.sent = self.length
+            return DraftTokens(self.tokens[count], self.length, memory=self.buffers.serial)
+        lookup = self.lookup
+        found = [match.tokens[: min(count, lookup.room(row))] for row, match in enumerate(lookup.matches)]
+        longest = max(map(len, found))
+        if not longest:
+            return self.propose_nothing()
+        tokens = torch.tensor([each + [0] * (longest - len(each)) for each in found], device=self.device)
+        self.sent = torch.tensor(list(map(len, found)), device=self.device)
+        return DraftTokens(tokens, self.sent)
+
+    def _find(self, count: int) -> None:
+        text, longest = self.lookup.text, self.lookup.longest
+        asked = text.ids, text.length, self.first, longest, count
+        found = find_in_text(*asked)
+        if self.tables is not None:
+            found = longer_of(found, find_in_corpus(*asked, self.tables))
+        room = torch.where(text.result.finished, 0, self.limit - text.length - 1)
+        self.tokens[count].copy_(found.tokens)
+        self.length.copy_(torch.minimum(found.length, room).clamp(min=0))
+
+    def branch(self, reached: int) -> BranchStarts:
+        return self.nothing[1]
+
+    def drafted(self) -> Tensor:
+        if self.sent is None:
+            return self.none
+        sent, none = self.sent, torch.zeros_like(self.sent)
+        return torch.stack([sent, none, none, none, none, sent], dim=1)

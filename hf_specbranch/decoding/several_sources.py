@@ -1,0 +1,124 @@
+"""Lookup beside a draft model: a match that promises more tokens per second replaces a draft.
+
+The draft model takes no part in a round of looked-up tokens. Before it drafts again, it reads what was committed
+meanwhile: in one pass where it may ask how much that is, in passes of `CHUNK` tokens in captured stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from ..kernels.rounds import ForwardInputs
+from ..planning.costs import StepCosts
+from ..runtime.eager import make_spans
+from .draft_source import DraftSource
+from .drafter import Drafter
+from .lookup import LookupDraft
+from .resolve import BranchStarts, DraftTokens, Feedback
+
+CHUNK = 16  # tokens that the draft reads in one captured pass
+TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified
+PRIOR_ROUNDS = 4  # that this counts for
+
+
+class LookupBesideDraft:
+    """The draft source that looks tokens up where that pays more than to draft. See `DraftSource`.
+
+    Args:
+        drafter: the draft model as a source.
+        lookup: the other one.
+        costs: what steps of both models cost.
+    """
+
+    def __init__(self, drafter: Drafter, lookup: LookupDraft, costs: StepCosts) -> None:
+        self.drafter, self.lookup, self.costs = drafter, lookup, costs
+        self.current: DraftSource = drafter
+        self.name = drafter.name
+        self.device, self.depth, self.same_every_round = drafter.device, drafter.depth, drafter.same_every_round
+        self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
+        self.behind = 0  # the most tokens that were committed since the draft model has read the text
+
+    def prefill(self, length: int) -> None:
+        self.drafter.prefill(length)
+        self.lookup.prefill(length)
+
+    def remember(self, tokens: list[int]) -> None:
+        self.drafter.remember(tokens)
+
+    def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
+        count = self._looks_up() if feedback.draft_ended else 0
+        if count:
+            if self.current is self.drafter:
+                self._run("leave", lambda: self._leave(feedback))
+            self.current, self.name = self.lookup, self.lookup.name
+            self.behind += count + 1
+            return self.lookup.look_up(count)
+        if self.current is self.lookup:
+            self._resume(feedback, reached)
+        self.current, self.name, self.behind = self.drafter, self.drafter.name, 0
+        return self.drafter.propose(feedback, reached)
+
+    def branch(self, reached: int) -> BranchStarts:
+        return self.current.branch(reached)
+
+    def drafted(self) -> Tensor:
+        return self.current.drafted()
+
+    def _looks_up(self) -> int:
+        """Return how many tokens to look up; 0 if a draft promises more tokens per second."""
+        lookup = self.lookup.lookup
+        count = lookup.choose()
+        if lookup.forced is not None:
+            return count
+        return count if count and lookup.speed(count) > self._draft_speed() else 0
+
+    def _draft_speed(self) -> float:
+        """Return the tokens per second and row of a round in which the model drafts."""
+        gamma, leaves = self.drafter.gamma, self.drafter.round.leaves
+        counts = self.drafter.stats.sources.get(self.drafter.name, {"rounds": 0, "accepted": 0})
+        accepted = (PRIOR_ROUNDS * TYPICAL * gamma + counts["accepted"]) / (PRIOR_ROUNDS + counts["rounds"])
+        seconds = self.costs.pass_seconds(gamma + leaves) + gamma * self.costs.draft_step
+        return (1 + accepted) / seconds
+
+    # ---- between the sources
+
+    def _leave(self, feedback: Feedback) -> None:
+        """Note which columns the draft model has read of the text; what it drafted after them is gone."""
+        pending, result = self.drafter.round.pending, feedback.result
+        right = result.length - result.committed + result.accepted
+        pending.cached.copy_(torch.minimum(pending.cached, right))
+
+    def _resume(self, feedback: Feedback, reached: int) -> None:
+        """Put the drafter where the last round began, and let the model read the text up to there."""
+        self._run("resume", lambda: self._take_text(feedback))
+        if not self.drafter.round.static_shapes:
+            return  # it reads what it has not read when it drafts
+        shown = self.drafter._slots_shown(reached)
+        for _ in range(-(-self.behind // CHUNK)):
+            self._run(("read", shown), lambda: self._read(feedback, shown))
+
+    def _take_text(self, feedback: Feedback) -> None:
+        pending, result, text = self.drafter.round.pending, feedback.result, self.lookup.lookup.text
+        pending.ids[:, : text.ids.shape[1]] = text.ids.to(pending.device)
+        pending.start.copy_(result.length - result.committed)
+        pending.end.copy_(pending.start)
+
+    def _read(self, feedback: Feedback, shown: int) -> None:
+        """Read the next columns, but for the last token, which the next draft begins with."""
+        pending, model, last = self.drafter.round.pending, self.drafter.model, feedback.result.length - 2
+        further = torch.arange(CHUNK, device=pending.device)
+        columns = torch.minimum(pending.cached[:, None] + further, last[:, None]).clamp(min=0)  # [B, CHUNK]
+        inputs = ForwardInputs(
+            pending.ids.gather(1, columns),
+            columns,
+            model.positions.gather(1, columns),
+            make_spans(model.first, columns + 1),
+        )
+        model.forward(inputs, shown)
+        pending.cached.copy_(torch.minimum(pending.cached + CHUNK, last + 1))
+
+    def _run(self, key: Hashable, stage: Callable[[], None]) -> None:
+        self.drafter.buffers.run((key, "beside lookup"), stage)

@@ -1,0 +1,134 @@
+"""Which draft source a plan takes, and how it is made: the place to add another one.
+
+A source implements `draft_source.DraftSource`. `Sources.source_of` chooses it by the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..config import SpecBranchConfig
+from ..planning.costs import StepCosts
+from ..runtime.eager import EagerRunner, leading_padding
+from ..runtime.static_buffers import Buffers
+from ..stats import SpecBranchStats
+from .call import Call
+from .draft_model import DraftModel
+from .draft_source import DraftOps, DraftSource
+from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
+from .drafter import Drafter, TorchDraftOps
+from .hooks import ConfidenceStop, HookList, TopKBranches
+from .lookup import Lookup, LookupDraft, PassTimes, lengths_up_to
+from .loop import NoDraft, Parts
+from .outputs import Recorder
+from .policies import POLICIES, Policy
+from .several_sources import LookupBesideDraft
+from .text import Stopper
+from .text_index import LONGEST
+from .triton_draft_ops import TritonDraftOps, kernels_know
+
+
+class Sources:
+    """Makes the draft sources of a generation. `Assembly`, which is one, sets the attributes."""
+
+    call: Call
+    stats: SpecBranchStats
+    recorder: Recorder | None
+    draft_runner: EagerRunner | None
+    stopper: Stopper
+    attention: Tensor  # [B, filled] bool over everything the target will have read
+    samples: bool
+    static_shapes: bool
+    in_step: bool
+    guided: bool
+    in_triton: bool
+    given: HookList  # the user's hooks, and the length head
+    vocabulary: int
+    reach: int  # the most columns of the text, the last draft included
+    seeds: Iterator[int]
+    buffers_for: Callable[[EagerRunner, torch.device, tuple[Hashable, ...]], Buffers]
+    step_costs: Callable[[int], StepCosts]  # at a length of text
+    lookup: Lookup | None = None  # follows the text through all plans
+
+    def source_of(self, plan: SpecBranchConfig, parts: Parts) -> DraftSource:
+        """Return the draft source of a plan."""
+        policy, nothing = POLICIES[plan.policy], parts.verifier.nothing
+        drafter = None
+        if self.draft_runner is not None and policy.drafts:
+            drafter = self._drafter(plan, self.draft_runner, parts)
+        if not plan.prompt_lookup_num_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
+            return NoDraft(nothing) if drafter is None else drafter
+        lookup = LookupDraft(parts.text.buffers, self._lookup(plan, parts), self._first_columns(parts), nothing)
+        if drafter is None:
+            return lookup
+        return LookupBesideDraft(drafter, lookup, self.step_costs(max(parts.text.lengths)))
+
+    def _may_look_up_beside(self, policy: Policy) -> bool:
+        """Whether looked-up tokens may replace drafts: rows have none pending, and nobody else follows the drafts."""
+        alone = self.call.rows == 1 or not policy.drafts_ahead
+        return policy.drafts_first and alone and not (self.guided or self.in_step or self.given.hooks)
+
+    def _lookup(self, plan: SpecBranchConfig, parts: Parts) -> Lookup:
+        if self.lookup is None:
+            costs = self.step_costs(max(parts.text.lengths))
+            times = PassTimes(costs.pass_seconds, measures=self.draft_runner is None and not self.samples)
+            size = plan.max_matching_ngram_size
+            self.lookup = Lookup(
+                parts.text, self._own_attention, lengths_up_to(int(plan.prompt_lookup_num_tokens), self.static_shapes),
+                LONGEST if isinstance(size, str) else size, self.call.corpus, times,
+            )  # fmt: skip
+        return self.lookup
+
+    def _first_columns(self, parts: Parts) -> Tensor:
+        return leading_padding(self._own_attention).to(parts.text.ids.device)
+
+    def _drafter(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> Drafter:
+        call, text, policy, gamma = self.call, parts.text, POLICIES[plan.policy], plan.draft_length
+        alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
+        branches = alternatives if policy.forks else 1
+        rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
+        draws = self.samples and not self.in_step and call.draws_drafts
+        capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1))
+        counts = (gamma, branches, rejection_branches, leaves)
+        epsilon = plan.threshold()
+        rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
+        hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
+        baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
+        buffers = self.buffers_for(runner, runner.device, (*baked, hooks.settings))
+        own = self._own_attention.to(runner.device)
+        ends = frozenset(self.stopper.eos)
+        model = DraftModel(buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
+        generator = buffers.generator("drafts", next(self.seeds)) if draws else None
+        reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
+        ids, start = text.before_round()
+        pending = PendingDraft(
+            buffers, ids.to(runner.device), start.to(runner.device), capacity, reach, self.vocabulary, generator
+        )
+        side = SideBranches(buffers, pending, model, branches - 1 + rejection_branches, branch_depth(policy, gamma))
+        rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
+        limit = self.stopper.max_length
+        round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
+        ops: DraftOps = TorchDraftOps(round, model, hooks)
+        if self.in_triton and kernels_know(policy, gamma, hooks):
+            ops = TritonDraftOps(round, model, hooks, buffers)
+        return Drafter(buffers, model, round, ops, hooks, self.stats)
+
+    @property
+    def _own_attention(self) -> Tensor:
+        """[B, P] bool over the prompt: the draft reads the text, not what is cached."""
+        return self.attention[:, self.attention.shape[1] - self.call.input_ids.shape[1] :]
+
+    def _speculated_widths(self, plan: SpecBranchConfig, policy: Policy, alternatives: int) -> tuple[int, int]:
+        """Return the most rejection branches and the most tree leaves."""
+        most = plan.draft_length * min(alternatives, self.vocabulary - 1)
+        rejection_branches = min(int(plan.max_rejection_branches), most)
+        leaves = min(int(plan.tree_leaves), most)
+        if not policy.forks or self.guided:  # a guide follows one pending draft
+            rejection_branches = 0
+        # Rows in step, and recorded outputs, need rounds that end at the target's own token.
+        if not policy.drafts_first or self.in_step or self.recorder is not None:
+            leaves = 0
+        return rejection_branches, leaves
