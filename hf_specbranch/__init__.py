@@ -13,6 +13,7 @@ from .lazy import after_import, lazily
 __all__ = [
     "LengthHead",
     "LengthHeadConfig",
+    "LookupCorpus",
     "SpecBranchConfig",
     "SpecBranchMixin",
     "SpecBranchStats",
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .attach import specbranch
     from .config import SpecBranchConfig
+    from .corpus import LookupCorpus
     from .decoding.hooks import SpeculationHook
     from .demo_pair import load_demo_pair
     from .heads import LengthHead, LengthHeadConfig
@@ -36,6 +38,7 @@ else:
         {
             "LengthHead": "heads",
             "LengthHeadConfig": "heads",
+            "LookupCorpus": "corpus",
             "SpecBranchConfig": "config",
             "SpecBranchMixin": "mixin",
             "SpecBranchStats": "stats",

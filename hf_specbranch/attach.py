@@ -4,51 +4,88 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .config import SpecBranchConfig
+from .corpus import LookupCorpus
 from .kernels import warm_up_in_background
 from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
-from .request import Attachment, check_model
+from .request import Attachment, check_model, check_pair
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _TEMPORARY_CALLS = Lock()
 
 
-def specbranch(model: Model, draft: torch.nn.Module | None = None, head: Any = None) -> Model:
+LOOKUP = "lookup"
+
+
+def specbranch(
+    model: Model, draft: Any = None, head: Any = None, corpus: LookupCorpus | str | Path | None = None, **settings: Any
+) -> Model:
     """Attach SpecBranch to a loaded model.
 
-    The same object is returned, with the same weights, class name and methods; only its `generate()` now
-    takes `assistant_model` as the draft of SpecBranch. Attaching again is harmless and may name another
-    draft or head; `model.detach_specbranch()` undoes it.
+    The same object is returned, with the same weights, class name and methods; only its `generate()` now takes
+    `assistant_model` as the draft of SpecBranch. Without a draft it decodes faster too, and drafts by lookup where that
+    pays. Attaching again is harmless and may name another draft, head, corpus or settings; `model.detach_specbranch()`
+    undoes it.
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
-        draft: a smaller model with the same tokenizer, used where `generate()` is given none.
+        draft: what drafts where `generate()` is given no assistant: a smaller model with the same tokenizer; its folder
+            or repository id, which is loaded to the target's device in its dtype; "lookup"; or a list of a model and
+            "lookup". By default, lookup drafts are used where they pay.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
             none.
+        corpus: texts in which lookup drafts are found besides the text itself: a `LookupCorpus`, or its file.
+        settings: those of `SpecBranchConfig`, such as `policy="vanilla"`, where `generate()` is given none.
 
     Example:
         >>> from hf_specbranch import load_demo_pair, specbranch
         >>> target, draft, tokenizer = load_demo_pair()
-        >>> model = specbranch(target, draft=draft)
+        >>> model = specbranch(target, draft=[draft, "lookup"], max_draft_length=4)
         >>> model is target
         True
     """
     check_model(target := transformers_model(model), "target")
-    own_draft = draft_model(draft)
-    if own_draft is not None:
-        check_model(own_draft, "draft")
+    config = SpecBranchConfig.from_dict(settings) if settings else None
+    texts = corpus if corpus is None or isinstance(corpus, LookupCorpus) else LookupCorpus.load(corpus)
+    own_draft, looks_up = _sources(target, draft)
     warm_up_in_background(target.device)
     before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
-        draft=own_draft if own_draft is not None else before.draft, head=head if head is not None else before.head
+        draft=before.draft if draft is None else own_draft,
+        looks_up=before.looks_up if draft is None else looks_up,
+        head=before.head if head is None else head,
+        corpus=before.corpus if texts is None else texts,
+        config=before.config if config is None else config,
     )
     return model
+
+
+def _sources(target: PreTrainedModel, given: Any) -> tuple[PreTrainedModel | None, bool]:
+    """Return the draft model, if there is one, and whether lookup was named."""
+    named = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    models = [each for each in named if each != LOOKUP]
+    if len(models) > 1:
+        raise ValueError(f"draft={given!r}: expected one draft model at most, and {LOOKUP!r}")
+    if not models:
+        return None, LOOKUP in named
+    draft = _load(target, models[0]) if isinstance(models[0], (str, Path)) else draft_model(models[0])
+    check_model(draft, "draft")
+    return draft, LOOKUP in named
+
+
+def _load(target: PreTrainedModel, name: str | Path) -> PreTrainedModel:
+    """Load a draft to the target's device, in its dtype."""
+    draft = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+    check_pair(target, draft, None, None)
+    return cast(PreTrainedModel, draft.to(target.device).eval())
 
 
 @contextmanager

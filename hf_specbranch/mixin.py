@@ -30,6 +30,7 @@ from .decoding.warm_up import capture_stages
 from .heads.model import resolve_head
 from .model_state import draft_model
 from .padding_check import check_padded_batches
+from .plain_calls import leave_refused_inputs, seeded_from, why_left_alone, why_refused
 from .planning.knowledge import forget
 from .request import (
     Attachment,
@@ -40,12 +41,8 @@ from .request import (
     call_config,
     check_inputs,
     check_request,
-    leave_refused_inputs,
-    seeded_from,
     warming_up,
-    why_left_alone,
     why_plain,
-    why_refused,
     without_model,
 )
 from .runtime.selection import release
@@ -131,8 +128,11 @@ class SpecBranchMixin(GenerationMixin):
             return plain(assistant)
         attachment = self._specbranch_memory
         draft = draft_model(assistant) if assistant is not None else attachment.draft
-        config = call_config(specbranch, settings, draft)
-        asked = draft is not None or specbranch is not None or settings.specbranch is not None
+        config = call_config(specbranch, settings, draft, attachment)
+        if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
+            draft = None  # as in transformers, lookup takes the place of a draft model
+            config = replace(config, policy="auto")
+        asked = draft is not None or attachment.asks or not (specbranch is None and settings.specbranch is None)
 
         # 2. Validate: bad input is an error, what is unsupported a reason to fall back.
         model = cast(PreTrainedModel, self)
@@ -147,7 +147,8 @@ class SpecBranchMixin(GenerationMixin):
         head = length_head if length_head is not None else config.length_head or attachment.head
         fills_cache = arguments.get("past_key_values") is not None
         config = replace(config, length_head=head)
-        request = Request(config, draft, tuple(speculation_hooks), generator, fills_cache, speculation_observer, asked)
+        hooks, corpus = tuple(speculation_hooks), attachment.corpus
+        request = Request(config, draft, hooks, generator, fills_cache, corpus, speculation_observer, asked)
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
@@ -233,6 +234,7 @@ class SpecBranchMixin(GenerationMixin):
             streamer=streamer,
             model_kwargs=model_kwargs,
             fills_cache=request.fills_cache,
+            corpus=request.corpus,
             observer=request.observer,
         )
         if request.warm_up is not None:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .config import LOOKUP_TOKENS, SpecBranchConfig
+from .corpus import LookupCorpus
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
-from .model_state import adapter_state, every_parameter, state_of, why_adapters_need_plain
+from .model_state import every_parameter, why_adapters_need_plain
 from .progress import Progress
 from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
-from .runtime.selection import masks_for, why_not_captured
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
 CANDIDATE_SOURCES = (
     "assistant_early_exit",
-    "prompt_lookup_num_tokens",
     "use_mtp",
     "speculation_type",
     "assistant_ensemble_weight",
@@ -43,8 +41,16 @@ class Attachment:
 
     draft: PreTrainedModel | None = None
     head: Any = None
+    looks_up: bool = False  # lookup was named as a source of drafts
+    corpus: LookupCorpus | None = None
+    config: SpecBranchConfig | None = None
     warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
     temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
+
+    @property
+    def asks(self) -> bool:
+        """Whether a source of drafts or settings were given."""
+        return self.draft is not None or self.looks_up or self.corpus is not None or self.config is not None
 
 
 class FallBack(Exception):
@@ -84,8 +90,8 @@ class MergedSettings:
 
     @property
     def mode(self) -> GenerationMode:
-        """The generation mode if there were no assistant."""
-        return GenerationConfig.get_generation_mode(self, None)
+        """The generation mode if there were no assistant and no lookup."""
+        return GenerationConfig.get_generation_mode(_WithoutLookup(self), None)
 
     @property
     def candidate_source(self) -> str:
@@ -108,6 +114,18 @@ class MergedSettings:
         return None
 
 
+class _WithoutLookup:
+    """The same settings without `prompt_lookup_num_tokens`, which is a draft source of ours."""
+
+    prompt_lookup_num_tokens = None
+
+    def __init__(self, settings: MergedSettings) -> None:
+        self.settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.settings, name)
+
+
 def _is_filled_in(config: GenerationConfig | None) -> bool:
     return all(getattr(config, name, None) is not None for name, value in DEFAULTS.items() if value is not None)
 
@@ -128,6 +146,7 @@ class Request:
     hooks: Sequence[SpeculationHook]
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
+    corpus: LookupCorpus | None
     observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
     asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
     # Capture all stages instead of generating, and report progress here.
@@ -146,14 +165,17 @@ class Request:
         return draft_of_call(config, target, draft, samples, user=self)
 
 
-def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | None) -> SpecBranchConfig:
-    """Return the speculation settings of a call: its own, else the generation config's, else the defaults.
+def call_config(
+    given: Any, settings: MergedSettings, draft: PreTrainedModel | None, attached: Attachment | None = None
+) -> SpecBranchConfig:
+    """Return the speculation settings of a call: its own, the generation config's, those attached, or the defaults.
 
     Where they leave length and threshold open, those of transformers' assisted decoding count if the user has set
     them: in the call, in the target's generation config, or, where transformers reads them, in the draft's.
     """
     if given is None or given is True:
-        given = {} if settings.specbranch is None else settings.specbranch
+        given = settings.specbranch if settings.specbranch is not None else attached and attached.config
+        given = {} if given is None else given
     if isinstance(given, SpecBranchConfig):
         config = given
     elif isinstance(given, dict):
@@ -168,7 +190,12 @@ def call_config(given: Any, settings: MergedSettings, draft: PreTrainedModel | N
     if config.confidence_threshold == "auto":
         threshold = settings.set_by_user("assistant_confidence_threshold", drafts_own)
         config = replace(config, confidence_threshold="auto" if threshold is None else threshold)
-    return config
+    tokens, size = settings.prompt_lookup_num_tokens, settings.set_by_user("max_matching_ngram_size")
+    if tokens is None and attached is not None and attached.looks_up and config.prompt_lookup_num_tokens == "auto":
+        tokens = LOOKUP_TOKENS
+    if tokens is not None:
+        config = replace(config, prompt_lookup_num_tokens=tokens)
+    return config if size is None else replace(config, max_matching_ngram_size=size)
 
 
 def without_model(config: SpecBranchConfig) -> SpecBranchConfig:
@@ -177,28 +204,6 @@ def without_model(config: SpecBranchConfig) -> SpecBranchConfig:
     return replace(
         config, policy="autoregressive", prompt_lookup_num_tokens=LOOKUP_TOKENS if lookup == "auto" else lookup
     )
-
-
-@contextmanager
-def seeded_from(generator: torch.Generator | None, model: PreTrainedModel) -> Iterator[None]:
-    """Seed torch's global generators with a number drawn from `generator`, and restore them afterwards.
-
-    These are the CPU's and those of the model's CUDA devices.
-    """
-    if generator is None:
-        yield
-        return
-    devices = {weight.device for weight in every_parameter(model) if weight.device.type == "cuda"}
-    shared = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
-    before = [each.get_state() for each in shared]
-    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-    try:
-        for each in shared:
-            each.manual_seed(seed)
-        yield
-    finally:
-        for each, state in zip(shared, before):
-            each.set_state(state)
 
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
@@ -242,32 +247,6 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
         )
 
 
-def why_left_alone(target: PreTrainedModel, settings: MergedSettings) -> str:
-    """Return why a call for which nobody has asked for speculation is left to transformers; empty if it is not.
-
-    Decoding without a draft is to be faster than plain `generate()` and nothing else: where it would not be, or where a
-    check of a target refuses it, plain `generate()` runs.
-    """
-    if target.device.type not in ("cpu", "cuda") or target.training:
-        return "it would not be faster, or the model is being trained"
-    if str(settings.cache_implementation).startswith("offloaded"):
-        return "the cache is to be kept elsewhere"
-    if target.device.type == "cuda" and (reason := why_not_captured(target)):
-        return reason
-    if settings.mode not in SUPPORTED_MODES:
-        return "it is no greedy decoding or sampling"
-    attention = target.config.get_text_config(decoder=True)._attn_implementation
-    known, key = state_of(target).refusals, (adapter_state(target), target.dtype, attention)
-    if key not in known:
-        try:
-            check_model(target, "target")
-            masks_for(target, "target")
-            known[key] = ""
-        except (TypeError, ValueError) as refused:
-            known[key] = str(refused)
-    return known[key]
-
-
 def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
     """Return why this `generate()` call is left to transformers' own decoding; empty if it is not."""
     if _has_own_generate(target):
@@ -298,17 +277,6 @@ def _has_own_generate(model: PreTrainedModel) -> bool:
     return next(each for each in classes[ours + 1 :] if "generate" in vars(each)) is not GenerationMixin
 
 
-def why_refused(settings: MergedSettings) -> str:
-    """Return the remedy for a call that neither SpecBranch nor transformers' assisted decoding takes; else empty."""
-    if settings.mode not in SUPPORTED_MODES:
-        return ""  # transformers ignores the assistant there
-    if settings.use_cache is False:
-        return "leave out use_cache=False, or leave out assistant_model="
-    if isinstance(settings.past_key_values, StaticCache):
-        return "pass a DynamicCache, or the whole text without past_key_values"
-    return ""
-
-
 def check_request(
     target: PreTrainedModel, draft: PreTrainedModel | None, config: SpecBranchConfig, tokenizer: Any, assistant: Any
 ) -> None:
@@ -331,14 +299,6 @@ def check_request(
         )
     check_model(draft, "draft")
     check_pair(target, draft, tokenizer, assistant)
-
-
-def leave_refused_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
-    """Leave inputs that `check_inputs` refuses to transformers."""
-    try:
-        check_inputs(target, input_ids, model_kwargs)
-    except ValueError as refused:
-        raise FallBack(str(refused)) from refused
 
 
 def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:

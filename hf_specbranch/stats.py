@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -136,6 +137,44 @@ class SpecBranchStats:
     def decoding_seconds(self) -> float:
         """Seconds of the call without `capture_seconds`: what the same call takes once everything is captured."""
         return max(0.0, self.total_seconds - self.capture_seconds)
+
+    def __str__(self) -> str:
+        """Return a few short lines for people; `to_dict` has everything."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} per second, policy {self.policy}"
+        yield f"{self.mean_acceptance_length:.2f} tokens per target pass"
+        yield f"passes: {self.target_forwards} target, {self.draft_forwards} draft"
+        if self.num_draft_tokens:
+            yield (
+                f"draft tokens: {self.num_draft_tokens}; {self.num_accepted_tokens} accepted, {self.rollback_tokens} "
+                f"rolled back, {self.wasted_branch_tokens} wasted"
+            )
+        for source, counts in self.sources.items():
+            share = _ratio(counts["accepted"], self.new_tokens)
+            yield f"{source}: {share:.0%} of the text; {counts['accepted']} of {counts['drafted']} tokens accepted"
+        if self.branch_points:
+            yield f"branch points hit: {self.branch_hits} of {self.branch_points}"
+        if self.rejection_points:
+            yield f"rejection branches hit: {self.rejection_hits} of {self.rejection_points}"
+        if self.tree_leaves:
+            yield f"tree leaves accepted: {self.tree_leaf_hits} of {self.tree_leaves}"
+        if self.draft_seconds:
+            yield f"drafting hidden: {self.hidden_fraction:.0%}"
+        if self.plans:
+            last = self.plans[-1]
+            predicted = last["predicted_tokens_per_second"]
+            expected = "" if predicted is None else f" ({predicted:.0f} predicted)"
+            speed = f"{last['tokens_per_second']:.0f} per second{expected}"
+            yield f"last plan of {len(self.plans)}: {last['plan']}: {speed}"
+        if self.reused_tokens:
+            yield f"{self.reused_tokens} tokens of the prompt were still in memory and not read again"
+        if self.graphs_captured or self.capture_seconds:
+            taken = f" in {self.capture_seconds:.2f} s" if self.capture_seconds else ""
+            yield f"captured {self.graphs_captured} CUDA graphs{taken}; later generations reuse them"
+        if self.slowed_by:
+            yield f"slowed: {self.slowed_by}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts and rates by name, ready for JSON."""

@@ -27,7 +27,6 @@ from hf_specbranch.bench.traffic import (
 from hf_specbranch.bench.traffic_report import GROUPS, bars, build_traffic, is_tie
 from hf_specbranch.bench.traffic_run import TrafficBenchmark
 from hf_specbranch.cli import app
-from hf_specbranch.cli.printing import stats_lines
 
 from .models import VOCABULARY, prompt
 from .tokens import LETTERS, letter_tokenizer
@@ -292,9 +291,9 @@ def test_interrupted_traffic_keeps_its_calls(target, draft):
 
 def test_captures_and_reuse_are_printed_where_there_are_some():
     stats = SpecBranchStats(new_tokens=8, total_seconds=2.0)
-    assert not any("captured" in line or "in memory" in line for line in stats_lines(stats))
+    assert not any("captured" in line or "in memory" in line for line in str(stats).splitlines())
     stats.graphs_captured, stats.capture_seconds, stats.reused_tokens = 3, 0.5, 120
-    lines = stats_lines(stats)
+    lines = str(stats).splitlines()
     assert "captured 3 CUDA graphs in 0.50 s; later generations reuse them" in lines
     assert "120 tokens of the prompt were still in memory and not read again" in lines
     assert stats.decoding_seconds == 1.5 and stats.tokens_per_second == 4.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import options
-from .printing import leaving_cleanly, note, stats_lines
+from .printing import leaving_cleanly, note
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -75,7 +75,7 @@ def _command(line: str, conversation: Conversation) -> None:
         note("no answer yet")
     else:
         turns, last = conversation.stats, conversation.stats[-1]
-        note("\n".join(stats_lines(last)))
+        note(str(last))
         note(f"{conversation.kept} tokens of the prompt were in the cache")
         seconds = sum(stats.total_seconds for stats in turns)
         note(f"{len(turns)} answers, {sum(stats.new_tokens for stats in turns) / seconds:.1f} tokens per second")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import options
-from .printing import leaving_cleanly, note, stats_lines
+from .printing import leaving_cleanly, note
 
 
 @options.with_generation_options()
@@ -53,7 +53,7 @@ def generate(
             continuation = tokenizer.decode(new, skip_special_tokens=True)
             print(json.dumps({"prompt": text, "text": continuation, "stats": out.stats.to_dict()}))
         elif not quiet:
-            note("\n" + "\n".join(stats_lines(out.stats)))
+            note(f"\n{out.stats}")
 
 
 def prompt_from(prompt: str | None) -> str:

@@ -12,7 +12,7 @@ import typer
 from ..config import POLICIES
 from . import options
 from .generate import prompt_from
-from .printing import leaving_cleanly, stats_lines
+from .printing import leaving_cleanly
 
 if TYPE_CHECKING:
     from ..timeline import Recording
@@ -74,7 +74,7 @@ def trace(
             print(json.dumps({"trace": str(trace_file), "timeline": str(page_file), "stats": stats}))
         else:
             for each in recordings:
-                print("\n".join(stats_lines(each.stats)) + "\n")
+                print(f"{each.stats}\n")
             print(f"{page_file}: open it in a browser\n{trace_file}: open it in Perfetto")
             if not sampling["do_sample"]:
                 print(f"{out / AGREEMENT}: input of hf_specbranch.planning.simulate")

@@ -60,6 +60,9 @@ def find_in_corpus(
 ) -> Matches:
     """Find the longest match of each text's end in a corpus. Takes the arguments of `find_in_text`."""
     device, size = ids.device, corpus.tokens.shape[0]
+    if not len(corpus.keys):
+        none = torch.zeros_like(length)
+        return Matches(none[:, None].expand(-1, count), none, none)
     back = torch.arange(longest, device=device)  # [L]
     own_columns = length[:, None] - 1 - back
     ending = torch.where(own_columns >= first, ids.gather(1, own_columns.clamp(min=0)), -2)  # [B, L], the last first

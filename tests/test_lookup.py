@@ -1,0 +1,260 @@
+"""Lookup drafts: found in the text and in a corpus, alone and beside a draft model."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.decoding import acceptance, verifier
+from hf_specbranch.decoding.lookup import PassTimes
+from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, longer_of
+from hf_specbranch.decoding.several_sources import LookupBesideDraft
+from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
+
+from .models import attached, prompt
+from .sampling import SMALLEST_P
+from .sources import DraftSourceTests, repetitive_pair
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+class TestLookup(DraftSourceTests):
+    source = "lookup"
+
+    @pytest.fixture(autouse=True)
+    def always_proposes(self, monkeypatch):
+        """A wider pass costs nothing, and a draft is never worth more."""
+        monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
+        monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 1.2)
+
+    def arguments(self, draft):
+        return {"prompt_lookup_num_tokens": 4}
+
+    def test_accepting_without_a_look_at_the_target_is_noticed(self, monkeypatch):
+        """Planted fault: the first looked-up token is always accepted."""
+        honest = acceptance.accept_choices
+
+        def generous(choices, draft_tokens, length, branches, at):
+            if draft_tokens.shape[1]:
+                choices[:, 0] = torch.where(length > 0, draft_tokens[:, 0], choices[:, 0])
+            return honest(choices, draft_tokens, length, branches, at)
+
+        monkeypatch.setattr(verifier, "accept_choices", generous)
+        assert self.sampling_p_value(samples=6_000) < SMALLEST_P
+        target, draft = repetitive_pair()
+        out, _, asked = self.generated(2, target, draft, do_sample=False)
+        assert not torch.equal(out, target.generate(**asked))
+
+
+class TestLookupBesideADraft(TestLookup):
+    def arguments(self, draft):
+        settings = SpecBranchConfig(
+            policy="vanilla", max_draft_length=3, prompt_lookup_num_tokens=4, confidence_threshold=0.2
+        )
+        return {"assistant_model": draft, "specbranch": settings}
+
+    @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+    def test_both_draft_and_the_model_reads_what_was_looked_up(self, static, request):
+        """The target itself as the draft: it agrees with every token as long as it has read the text before it."""
+        if static:
+            request.getfixturevalue("static_stages")
+        target, _ = repetitive_pair()
+        out, stats, asked = self.generated(1, target, copy.deepcopy(target), do_sample=False)
+        assert torch.equal(out, target.generate(**asked))
+        counts = stats.sources["draft model"]
+        assert stats.sources["lookup"]["rounds"] > 2 and counts["rounds"] > 2
+        assert counts["accepted"] == counts["drafted"]
+
+
+class TestLookupBesideBranches(TestLookup):
+    """Rows of a batch have drafts pending, so lookup takes part with one row only."""
+
+    def arguments(self, draft):
+        settings = SpecBranchConfig(
+            policy="specbranch", max_draft_length=2, prompt_lookup_num_tokens=4, confidence_threshold=0.5
+        )
+        return {"assistant_model": draft, "specbranch": settings}
+
+    @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+    def test_greedy_text_is_that_of_plain_generate(self, static, request):
+        super().test_greedy_text_is_that_of_plain_generate(static, 1, request)
+
+    def sampling_p_value(self, samples=12_000):
+        pytest.skip("one row at a time takes too long")
+
+    def test_accepting_without_a_look_at_the_target_is_noticed(self):
+        pytest.skip("the same verifier as above")
+
+
+# ---- matches
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    others=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=3),
+    longest=st.integers(1, 5),
+    padding=st.integers(0, 3),
+)
+def test_host_and_device_find_the_same(text, others, longest, padding):
+    corpus = LookupCorpus(others)
+    index = TextIndex(longest, corpus if longest >= 3 else None)
+    index.extend(text)
+    expected = index.match(4)
+    ids = torch.tensor([[9] * padding + text + [7, 7, 7]])
+    asked = ids, torch.tensor([padding + len(text)]), torch.tensor([[padding]]), longest, 4
+    found = find_in_text(*asked)
+    if longest >= 3:
+        found = longer_of(found, find_in_corpus(*asked, corpus.on(ids.device)))
+    assert int(found.matched) == expected.length
+    if expected.length:
+        assert found.tokens[0, : int(found.length)].tolist() == expected.tokens
+
+
+def test_the_longest_match_wins_then_the_latest():
+    index = TextIndex()
+    index.extend([1, 2, 3, 4, 9, 2, 3, 5, 8, 2, 3, 6, 1, 2, 3])
+    assert index.match(1) == (3, [4])
+    index = TextIndex()
+    index.extend([2, 3, 5, 8, 2, 3, 6, 1, 2, 3])
+    assert index.match(1) == (2, [6])
+
+
+def test_a_periodic_text_is_continued():
+    index = TextIndex()
+    index.extend([4, 5, 6] * 3)
+    assert index.match(7).tokens == [4, 5, 6, 4, 5, 6, 4]
+
+
+def test_confidence_follows_what_was_right():
+    confidence = MatchConfidence()
+    for right in [True] * 20:
+        confidence.observe(2, right)
+        confidence.observe(3, False)
+    assert confidence.chance(2) > 0.7 and confidence.chance(3) < 0.2
+    cost = {0: 1.0, 4: 1.6}.__getitem__
+    assert best_length([confidence.expected(6, 4)], cost, (4,)) == 4
+    assert best_length([confidence.expected(3, 4)], cost, (4,)) == 0
+
+
+# ---- a corpus
+
+
+def test_a_corpus_is_saved_and_loaded(tmp_path):
+    corpus = LookupCorpus([[5, 6, 7, 8, 9, 10], [1, 2, 3]])
+    corpus.save(tmp_path / "corpus.safetensors")
+    loaded = LookupCorpus.load(tmp_path / "corpus.safetensors")
+    assert len(loaded) == len(corpus) == 9
+    assert loaded.match([0, 6, 7, 8], 5) == corpus.match([0, 6, 7, 8], 5) == (3, [9, 10])
+    assert loaded.match([8, 9, 10], 5).length == 0  # nothing follows, and sequences are apart
+    with pytest.raises(ValueError, match="nowhere.*no such file"):
+        LookupCorpus.load(tmp_path / "nowhere")
+    (tmp_path / "text").write_text("no corpus")
+    with pytest.raises(ValueError, match="corpus .*text"):
+        LookupCorpus.load(tmp_path / "text")
+    with pytest.raises(ValueError, match="ids from 0 on"):
+        LookupCorpus([[1, -1]])
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_an_earlier_answer_makes_the_next_one_faster(static, tmp_path, request):
+    if static:
+        request.getfixturevalue("static_stages")
+    target, _, tokenizer = load_demo_pair()
+    inputs = tokenizer("def area(width, height):", return_tensors="pt")
+    model = specbranch(target)
+    first = model.generate(**inputs, **GREEDY)
+    alone = model.specbranch_stats.target_forwards
+    LookupCorpus(first.tolist()).save(tmp_path / "answers")
+    model = specbranch(target, draft="lookup", corpus=tmp_path / "answers")
+    assert torch.equal(model.generate(**inputs, **GREEDY), first)
+    assert model.specbranch_stats.target_forwards < alone / 2
+
+
+def test_texts_are_tokenized():
+    _, _, tokenizer = load_demo_pair()
+    corpus = LookupCorpus.from_texts(["return the area of a circle", "import os"], tokenizer)
+    tokens = tokenizer("return the area of a circle", add_special_tokens=False)["input_ids"]
+    assert corpus.match(tokens[:4], 2).tokens == tokens[4:6]
+
+
+# ---- how it is chosen
+
+
+def test_prompts_that_repeat_themselves_take_fewer_passes():
+    target, _, tokenizer = load_demo_pair()
+    lines = (f"    '{name}': {number},\n" for number, name in enumerate("abcdefgh"))
+    inputs = tokenizer("".join(lines), return_tensors="pt")
+    model = specbranch(target)
+    out = model.generate(**inputs, max_new_tokens=96, do_sample=False)
+    assert torch.equal(out, model.generate(**inputs, max_new_tokens=96, do_sample=False, specbranch=False))
+    model.generate(**inputs, max_new_tokens=96, do_sample=False)
+    assert model.specbranch_stats.mean_acceptance_length > 1.5
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_lookup_as_transformers_spells_it(where, target, draft):
+    asked = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
+    model = specbranch(copy.deepcopy(target), draft=draft)
+    if where == "config":
+        asked = {"generation_config": GenerationConfig(**GREEDY, **asked, pad_token_id=0)}
+    else:
+        asked |= GREEDY
+    out = model.generate(**prompt(2), **asked)  # transformers' own takes one row
+    assert torch.equal(out, target.generate(**prompt(2), **GREEDY))
+    assert set(model.specbranch_stats.sources) <= {"lookup"} and model.specbranch_stats.draft_forwards == 0
+
+
+def test_without_lookup_there_is_none():
+    target, _ = repetitive_pair()
+    model = attached(target)
+    model.generate(**prompt(vocabulary=12), **GREEDY, specbranch={"prompt_lookup_num_tokens": 0})
+    assert not model.specbranch_stats.sources
+
+
+def test_statistics_are_readable():
+    target, draft = repetitive_pair()
+    model = specbranch(copy.deepcopy(target), draft=[draft, "lookup"], policy="vanilla", max_draft_length=3)
+    model.generate(**prompt(vocabulary=12), **GREEDY)
+    lines = str(model.specbranch_stats).splitlines()
+    assert lines[0].startswith("40 tokens, ") and lines[0].endswith("policy vanilla")
+    assert any(line.startswith("lookup: ") and "% of the text; " in line for line in lines)
+    accepted = sum(counts["accepted"] for counts in model.specbranch_stats.sources.values())
+    assert accepted == model.specbranch_stats.num_accepted_tokens
+
+
+def test_drafts_may_be_named(tmp_path):
+    target, draft = repetitive_pair()
+    draft.half().save_pretrained(tmp_path)
+    model = specbranch(copy.deepcopy(target), draft=[str(tmp_path), "lookup"], policy="vanilla")
+    own = model._specbranch_memory.draft
+    assert own.dtype == target.dtype and not own.training
+    out = model.generate(**prompt(vocabulary=12), **GREEDY)
+    assert torch.equal(out, target.generate(**prompt(vocabulary=12), **GREEDY))
+    assert model.specbranch_stats.policy == "vanilla"
+    specbranch(model, draft="lookup", policy="auto")
+    model.generate(**prompt(vocabulary=12), **GREEDY)
+    assert model.specbranch_stats.draft_forwards == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"draft": ["lookup", 3, 4]}, "one draft model at most"),
+        ({"policy": "fast"}, "policy='fast'"),
+        ({"corpus": "/nowhere/corpus"}, "no such file"),
+        ({"max_matching_ngram_size": 0}, "max_matching_ngram_size=0"),
+        ({"prompt_lookup_num_tokens": -1}, "prompt_lookup_num_tokens=-1"),
+        ({"gamma": 3}, "unknown SpecBranchConfig settings"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_attached(arguments, words, target):
+    model = copy.deepcopy(target)
+    with pytest.raises(ValueError, match=words):
+        specbranch(model, **arguments)
+    assert type(model) is type(target)
