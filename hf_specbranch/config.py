@@ -207,6 +207,11 @@ class SpecBranchConfig:
         """gamma as a number."""
         return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
 
+    @property
+    def lookup_tokens(self) -> int:
+        """The most tokens that a lookup proposes, as a number."""
+        return 0 if isinstance(self.prompt_lookup_num_tokens, str) else self.prompt_lookup_num_tokens
+
     def threshold(self, alone: bool = False) -> float:
         """Return epsilon as a number; `alone`: stages are captured, and no head or other hook decides."""
         if not isinstance(self.confidence_threshold, str):

@@ -34,12 +34,11 @@ def chat(
     with leaving_cleanly():
         import torch
 
-        from ..attach import specbranch
         from .conversation import Conversation
 
-        target, draft, tokenizer = given.open_pair()
+        model, tokenizer = given.open_model()
         torch.manual_seed(given.seed)
-        conversation = Conversation(specbranch(target, draft=draft), tokenizer, arguments)
+        conversation = Conversation(model, tokenizer, arguments)
         if tokenizer.chat_template is None:
             note("This tokenizer has no chat template: your lines are continued as they are.")
         if sys.stdin.isatty():

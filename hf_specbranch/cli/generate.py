@@ -24,6 +24,8 @@ def generate(
     Example: hf-specbranch generate "def add(a, b):" --max-new-tokens 64
 
     Example: cat main.py | hf-specbranch generate --policy vanilla --max-draft-length 4
+
+    Example: hf-specbranch generate "Summarise: ..." --target org/large --draft lookup
     """
     with leaving_cleanly():
         text = prompt_from(prompt)
@@ -31,12 +33,9 @@ def generate(
         import torch
         from transformers import TextStreamer
 
-        from ..attach import specbranch
-
         length_head = given.head()
-        target, draft, tokenizer = given.open_pair()
-        model = specbranch(target, draft=draft)
-        inputs = tokenizer(text, return_tensors="pt").to(target.device)
+        model, tokenizer = given.open_model()
+        inputs = tokenizer(text, return_tensors="pt").to(model.device)
         torch.manual_seed(given.seed)
         streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         out = model.generate(

@@ -5,6 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 EMBEDDED = ("good", "weak")  # drafts of the embedded target
+LOOKUP = "lookup"
+
+
+def draft_names(given: str | None, target: str | None) -> tuple[str | None, bool]:
+    """Return the draft model of `--draft`, if it names one, and whether it names lookup: `good,lookup` names both.
+
+    The embedded target has a draft of its own; any other target without a draft takes lookup.
+    """
+    if given is None:
+        return (None, True) if target is not None else ("good", False)
+    names = [name.strip() for name in given.split(",")]
+    models = [name for name in names if name != LOOKUP]
+    if len(models) > 1 or not all(names):
+        raise ValueError(f"--draft {given}: expected a draft model, {LOOKUP}, or both with a comma between them")
+    return models[0] if models else None, LOOKUP in names
 
 
 def check_names(target: str | None, draft: str | None) -> None:

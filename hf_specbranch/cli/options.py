@@ -18,7 +18,7 @@ import typer.core
 
 from ..bench.plots import check_plots
 from ..config import POLICIES, RUNTIMES, SpecBranchConfig
-from .names import EMBEDDED, check_names
+from .names import EMBEDDED, check_folder, check_names, draft_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 # The settings have the names of `SpecBranchConfig`.
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
 Draft = Annotated[str | None, typer.Option(help='Draft model; "good" or "weak" for the embedded target.')]
+Drafts = Annotated[
+    str | None,
+    typer.Option(help='Draft model ("good" or "weak" for the embedded target), "lookup", or both: org/small,lookup.'),
+]
+Corpus = Annotated[Path | None, typer.Option(help="Texts to look drafts up in: a file of LookupCorpus.save().")]
+PromptLookupNumTokens = Annotated[int | None, typer.Option(min=0, help="Most tokens looked up at once; 0: no lookup.")]
+MaxMatchingNgramSize = Annotated[int | None, typer.Option(min=1, help="Most tokens that a lookup compares.")]
 LengthHeadName = Annotated[
     str | None, typer.Option(help='Length head: folder, repository id, "auto", or "embedded" for the embedded pair\'s.')
 ]
@@ -110,7 +117,8 @@ class GenerationOptions:
     """The options that `generate`, `chat` and `trace` share."""
 
     target: Target = None
-    draft: Draft = None
+    draft: Drafts = None
+    corpus: Corpus = None
     length_head: LengthHeadName = None
     config: Config = None
     policy: Policy = None
@@ -121,6 +129,8 @@ class GenerationOptions:
     tree_leaves: TreeLeaves = None
     draft_weights: DraftWeights = None
     draft_shortlist: DraftShortlist = None
+    prompt_lookup_num_tokens: PromptLookupNumTokens = None
+    max_matching_ngram_size: MaxMatchingNgramSize = None
     runtime: Runtime = None
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = 0.0
@@ -154,6 +164,22 @@ class GenerationOptions:
     def open_pair(self) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
         """Load target, draft and tokenizer."""
         return open_pair(self.target, self.draft, self.device, self.dtype, self.threads)
+
+    def open_model(self) -> tuple[Any, Any]:
+        """Load the target, attach what drafts for it, and return it with its tokenizer."""
+        name, looks_up = draft_names(self.draft, self.target)
+        if self.corpus is not None and not self.corpus.is_file():
+            raise ValueError(f"--corpus {self.corpus}: no such file; LookupCorpus.save() writes one")
+        if name is None and self.target is not None:
+            check_folder("--target", self.target)
+            target, tokenizer = open_target(self.target, self.device, self.dtype, self.threads)
+            draft = None
+        else:
+            target, draft, tokenizer = open_pair(self.target, name, self.device, self.dtype, self.threads)
+        from ..attach import specbranch
+
+        sources = [draft] * (name is not None) + ["lookup"] * looks_up
+        return specbranch(target, draft=sources, corpus=self.corpus), tokenizer
 
 
 def with_generation_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -254,6 +280,17 @@ def open_pair(
         torch.set_num_threads(threads)
     device, dtype = place(device, dtype)
     return load_pair(target, draft, device, dtype)
+
+
+def open_target(target: str, device: str, dtype: str, threads: int = 0) -> tuple[PreTrainedModel, Any]:
+    """Load a target and its tokenizer."""
+    import torch
+
+    from .pair import load_target
+
+    if threads:
+        torch.set_num_threads(threads)
+    return load_target(target, *place(device, dtype))
 
 
 def head_from(name: str | None, target: str | None, draft: str | None, device: str) -> Any:

@@ -35,12 +35,20 @@ def load_pair(
     if target is None:
         return load_demo_pair(cast(Literal["good", "weak"], draft or "good"), dtype=kind, device=device)
     assert draft is not None
+    large, tokenizer = load_target(target, device, dtype, revision)
+    with naming_option("--draft", draft):
+        small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind)
+    return large, small.to(device).eval(), tokenizer
+
+
+def load_target(target: str, device: str, dtype: str, revision: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """Load a target and its tokenizer by name."""
+    kind = dtype_of(dtype)
+    logging.disable_progress_bar()
     with naming_option("--target", target):
         tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
         large = AutoModelForCausalLM.from_pretrained(target, dtype=kind, revision=revision)
-    with naming_option("--draft", draft):
-        small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind)
-    return large.to(device).eval(), small.to(device).eval(), tokenizer
+    return large.to(device).eval(), tokenizer
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Assembly(Sources):
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
         first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
-        longest = max(max(plan.draft_length, int(plan.prompt_lookup_num_tokens)) for plan in self.plans)
+        longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
         self.capacity = runner.columns(self.reach)  # columns of the text
         self.seeds = call.seeds()
@@ -134,8 +135,10 @@ class Assembly(Sources):
         tokens = None if shortlist is None else shortlist.ids
         if model is draft.model and self.static_shapes and can_read_in_spare_slots(draft, ids, used):
             logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1), self.call.rows)
-            return [agreement_from_logits(logits, ids, before, candidates, temperature, tokens)]
-        return [read_agreement(model, ids, before, candidates, temperature, tokens)]
+            found = agreement_from_logits(logits, ids, before, candidates, temperature, tokens)
+        else:
+            found = read_agreement(model, ids, before, candidates, temperature, tokens)
+        return [found if self.lookup is None else replace(found, lookups=self.lookup.recorded(row, len(found.rank)))]
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
@@ -214,7 +217,7 @@ class Assembly(Sources):
         """Name the stages of a plan: everything that makes them differ from those of another plan or call."""
         drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
         drafts = (*drafting, plan.tree_leaves) if POLICIES[plan.policy].drafts else ()
-        lookup = plan.prompt_lookup_num_tokens, plan.max_matching_ngram_size
+        lookup = plan.lookup_tokens, plan.max_matching_ngram_size
         return PlanRun(self.call.stage_settings, (plan.policy, drafts, lookup, self.capacity, self.runner.takes_spans))
 
     def observed(self, parts: Parts) -> Parts:

@@ -28,6 +28,7 @@ from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, be
 LENGTHS = {True: (7, 15), False: (1, 2, 3, 4, 5, 6, 7, 11, 15)}  # by whether stages are captured: each needs a capture
 SAMPLES = 5  # times of rounds that are kept for each length
 NAME = "lookup"
+LIKELY, ABSENT = 0.5, -1  # the chance from which on a match counts as likely, for the planner; no such match
 
 
 def lengths_up_to(most: int, captured: bool) -> tuple[int, ...]:
@@ -38,6 +39,11 @@ def lengths_up_to(most: int, captured: bool) -> tuple[int, ...]:
         ((7, 15), (1, 2, 3, 4))
     """
     return (*(length for length in LENGTHS[captured] if length < most), most)
+
+
+def _agreeing(said: Sequence[int], text: Sequence[int]) -> int:
+    """Return how many tokens agree before the first that does not."""
+    return next((at for at, (one, other) in enumerate(zip(said, text)) if one != other), min(len(said), len(text)))
 
 
 class PassTimes:
@@ -108,6 +114,7 @@ class Lookup:
         self.indices: list[TextIndex] = []
         self.matches: list[Match] = []
         self.read: list[int] = []  # new tokens of each row that the index has
+        self.history: list[list[list[int]]] = []  # before each new token of a row: what a likely match said, or nothing
 
     def prepare(self) -> None:
         """Read the prompt, once."""
@@ -120,22 +127,37 @@ class Lookup:
             index.extend([token for token, real in zip(prompts[row], seen[row]) if real])
             self.indices.append(index)
         self.matches, self.read = [NO_MATCH] * len(self.indices), [0] * len(self.indices)
+        self.history = [[] for _ in self.indices]
 
     def follow(self) -> None:
         """Take over the tokens that were committed, and find out whether the matches before them were right."""
         self.prepare()
         for row, index in enumerate(self.indices):
             new = self.text.new[row][self.read[row] :]
-            if not new or self.text.done[row]:
+            if not new:
                 continue
             match = self.matches[row]
             for token in new:
+                likely = match.length > 0 and self.confidence.chance(match.length) >= LIKELY
+                self.history[row].append(match.tokens if likely else [])
                 if match.length:
                     self.confidence.observe(match.length, match.tokens[0] == token)
                 index.extend((token,))
-                match = index.match(1)
+                match = index.match(self.most)
             self.read[row] += len(new)
-            self.matches[row] = index.match(self.most) if match.length else NO_MATCH
+            self.matches[row] = match
+
+    def recorded(self, row: int, count: int) -> tuple[int, ...]:
+        """Return how many tokens a lookup would have got right before each of the last `count` tokens of a row.
+
+        ABSENT where no match was likely enough; nothing while so many tokens were not followed. See `Agreement`.
+        """
+        self.follow()
+        history, new = self.history[row][-count:], self.text.new[row]
+        if len(history) < count:
+            return ()
+        first = len(self.history[row]) - count
+        return tuple(_agreeing(said, new[first + at :]) if said else ABSENT for at, said in enumerate(history))
 
     def choose(self) -> int:
         """Return how many tokens to propose in the next round; 0: none."""

@@ -59,7 +59,7 @@ class Sources:
         drafter = None
         if self.draft_runner is not None and policy.drafts:
             drafter = self._drafter(plan, self.draft_runner, parts)
-        if not plan.prompt_lookup_num_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
+        if not plan.lookup_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
             return NoDraft(nothing) if drafter is None else drafter
         lookup = LookupDraft(parts.text.buffers, self._lookup(plan, parts), self._first_columns(parts), nothing)
         if drafter is None:
@@ -77,7 +77,7 @@ class Sources:
             times = PassTimes(costs.pass_seconds, measures=self.draft_runner is None and not self.samples)
             size = plan.max_matching_ngram_size
             self.lookup = Lookup(
-                parts.text, self._own_attention, lengths_up_to(int(plan.prompt_lookup_num_tokens), self.static_shapes),
+                parts.text, self._own_attention, lengths_up_to(plan.lookup_tokens, self.static_shapes),
                 LONGEST if isinstance(size, str) else size, self.call.corpus, times,
             )  # fmt: skip
         return self.lookup

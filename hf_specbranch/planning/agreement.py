@@ -29,6 +29,8 @@ class Agreement:
         candidates: how many candidates were recorded per position. A replay cannot use more branches than that.
         chances: the probabilities of these candidates at each new token, in descending order. Only a replay with
             rejection branches or tree leaves needs them.
+        lookups: how many tokens from each new one on a lookup would have got right, if it was likely enough to be right
+            to be asked; else `ABSENT`.
 
     Example:
         >>> from hf_specbranch.planning import Agreement
@@ -40,6 +42,7 @@ class Agreement:
     rank: tuple[int, ...]
     candidates: int
     chances: tuple[tuple[float, ...], ...] = ()
+    lookups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.confidence) != len(self.rank) or not self.rank:
@@ -49,6 +52,8 @@ class Agreement:
             )
         if self.chances and len(self.chances) != len(self.rank):
             raise ValueError(f"chances at {len(self.chances)} of {len(self.rank)} tokens: expected all or none")
+        if self.lookups and len(self.lookups) != len(self.rank):
+            raise ValueError(f"lookups at {len(self.lookups)} of {len(self.rank)} tokens: expected all or none")
 
     def __hash__(self) -> int:
         return hash(self.rank)  # ranks suffice to tell texts apart, and hash much faster than all the floats
@@ -70,7 +75,8 @@ class Agreement:
     def from_dict(cls, fields: dict[str, Any]) -> Agreement:
         """Build a recording from what `to_dict` returned."""
         chances = tuple(map(tuple, fields.get("chances", ())))
-        return cls(tuple(fields["confidence"]), tuple(fields["rank"]), fields["candidates"], chances)
+        lookups = tuple(fields.get("lookups", ()))
+        return cls(tuple(fields["confidence"]), tuple(fields["rank"]), fields["candidates"], chances, lookups)
 
 
 @torch.no_grad()

@@ -150,6 +150,8 @@ def describe(plan: SpecBranchConfig, overlap: bool) -> str:
 
 def _described(plan: SpecBranchConfig, overlap: bool) -> Iterator[str]:
     yield plan.policy
+    if plan.lookup_tokens:
+        yield f"lookup up to {plan.lookup_tokens}"
     if plan.policy != "autoregressive":
         yield f"length {plan.max_draft_length}"
         yield f"epsilon {plan.confidence_threshold:g}"

@@ -162,7 +162,8 @@ def _positive(number: Any) -> float:
 
 def _compact(text: Agreement) -> dict[str, Any]:
     """Return a recording in few whole numbers. The confidence is the first of the probabilities."""
-    return {"rank": text.rank, "chances": [[round(SCALE * each) for each in all] for all in text.chances]}
+    chances = [[round(SCALE * each) for each in all] for all in text.chances]
+    return {"rank": text.rank, "chances": chances, "lookups": text.lookups}
 
 
 def _recording(fields: dict[str, Any]) -> Agreement:
@@ -170,4 +171,5 @@ def _recording(fields: dict[str, Any]) -> Agreement:
     if len({len(each) for each in chances}) != 1:
         raise ValueError("expected as many probabilities at each token")
     ranks = tuple(map(int, fields["rank"]))
-    return Agreement(tuple(each[0] for each in chances), ranks, len(chances[0]), chances)
+    lookups = tuple(map(int, fields.get("lookups", ())))
+    return Agreement(tuple(each[0] for each in chances), ranks, len(chances[0]), chances, lookups)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from ..config import SpecBranchConfig
 from ..decoding.draft_state import branch_depth
 from ..decoding.policies import POLICIES, Policy
-from .agreement import Agreement
+from .agreement import ABSENT, Agreement
 
 UNLIMITED = 1 << 30  # more than any text has tokens
+LOOKED_UP = 7  # tokens that a lookup typically proposes
 
 
 class Round(NamedTuple):
@@ -81,8 +82,25 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None, capture
             f"recording has no probabilities: record it again, or replay with both at 0"
         )
     if not POLICIES[config.policy].drafts:
-        return [Round(0, 1, 0, 0, 0)] * (len(agreement.rank) - 1)
+        return list(_without_model(agreement, config.lookup_tokens))
     return list(_Player(agreement, config, captured))
+
+
+def _without_model(agreement: Agreement, lookup_tokens: int) -> Iterator[Round]:
+    """Yield the rounds of lookup alone, or of decoding without any draft."""
+    at, end = 1, len(agreement.rank)
+    while at < end:
+        each = _lookup_round(agreement, at, lookup_tokens) or Round(0, 1, 0, 0, 0)
+        yield each
+        at += each.committed
+
+
+def _lookup_round(agreement: Agreement, at: int, lookup_tokens: int) -> Round | None:
+    """Return the round in which tokens are looked up from this position on; None if none would be."""
+    if not lookup_tokens or not agreement.lookups or agreement.lookups[at] == ABSENT:
+        return None
+    sent = min(lookup_tokens, LOOKED_UP, len(agreement.rank) - at - 1)
+    return Round(sent, min(agreement.lookups[at], sent) + 1, 0, 0, 0)
 
 
 class _Tables:
@@ -143,7 +161,8 @@ class _Player:
     """Replays one recording with one plan; the counterpart of `decoding.drafter` and `decoding.verifier`."""
 
     def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool) -> None:
-        self.rank, self.end = agreement.rank, len(agreement.rank)
+        self.agreement, self.rank, self.end = agreement, agreement.rank, len(agreement.rank)
+        self.lookup_tokens = config.lookup_tokens if POLICIES[config.policy].drafts_first else 0
         self.policy: Policy = POLICIES[config.policy]
         self.gamma, self.depth = config.draft_length, branch_depth(self.policy, config.draft_length)
         self.branches = config.max_branches
@@ -159,6 +178,10 @@ class _Player:
         ahead, captured, end = self.policy.drafts_ahead, self.captured, self.end
         at, pending = 1, 0  # the prefill gives the first token; draft tokens that are pending after the text
         while at < end:
+            if not pending and (looked_up := _lookup_round(self.agreement, at, self.lookup_tokens)):
+                yield looked_up
+                at += looked_up.committed
+                continue
             room = end - at
             sent = self._num_sent(at, pending, room - 1)
             committed, survived = self._resolve(at, sent, ahead and room > sent + 1)

@@ -81,7 +81,7 @@ class TimelineObserver:
         assert self.clock is not None
         seconds = self.clock.seconds
         blocks = [Block(**{**n, "begin": seconds(n["begin"]), "end": seconds(n["end"])}) for n in self.notes]
-        return sorted((b for b in blocks if b.forwards), key=lambda block: block.begin)
+        return sorted((b for b in blocks if b.forwards or any(b.rows)), key=lambda block: block.begin)
 
     def result_times(self) -> list[float]:
         """Return when each round ended."""
@@ -128,7 +128,11 @@ class ObservedDrafter(Observed):
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         with self.observer.working(DRAFT, "draft", self.part.device) as rows:
             draft_tokens: DraftTokens = self.part.propose(feedback, reached)
-        rows += [new for new in [self._new_pending(DRAFT)] if new]
+        if self._drafter is None:
+            sent = draft_tokens.tokens[0, : int(draft_tokens.length[0])].tolist()
+            rows += [new for new in [self.observer.tokens.extend(sent, [None] * len(sent), DRAFT)] if new]
+        else:
+            rows += [new for new in [self._new_pending(DRAFT)] if new]
         return draft_tokens
 
     def branch(self, reached: int) -> BranchStarts:
@@ -138,10 +142,16 @@ class ObservedDrafter(Observed):
         rows += self._side_branches(branches)
         return branches
 
+    @property
+    def _drafter(self) -> Drafter | None:
+        """The draft model, if it has made the last proposal."""
+        part = getattr(self.part, "current", self.part)
+        return part if isinstance(part, Drafter) else None
+
     def _new_pending(self, lane: str) -> list[int]:
-        if not isinstance(self.part, Drafter):
+        if (drafter := self._drafter) is None:
             return []
-        pending = self.part.round.pending
+        pending = drafter.round.pending
         start, end = int(pending.start[0]), int(pending.end[0])
         columns = torch.arange(start, end, device=pending.device)
         confidences = pending.confidence[0, columns % pending.ring].tolist()
@@ -149,9 +159,9 @@ class ObservedDrafter(Observed):
 
     def _side_branches(self, branches: BranchStarts) -> list[list[int]]:
         """Return the tokens of every side branch, one row each."""
-        if not isinstance(self.part, Drafter):
+        if (drafter := self._drafter) is None:
             return []
-        side, log = self.part.round.side, self.observer.tokens
+        side, log = drafter.round.side, self.observer.tokens
         at = branches.at[0].tolist()
         for branch in (index for index in range(1, len(at)) if at[index] != NONE):
             tokens = side.tokens[0, branch - 1].tolist()
