@@ -68,12 +68,6 @@ def test_false_gives_transformers_own_assisted_decoding(plain, target, draft):
     assert torch.equal(out, target.generate(**kwargs)) and plain.specbranch_stats is None
 
 
-def test_prompt_lookup_is_left_to_transformers(plain, target):
-    kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}
-    out = specbranch(plain).generate(**kwargs, prompt_lookup_num_tokens=3)
-    assert torch.equal(out, target.generate(**kwargs))
-
-
 def test_arguments_may_be_given_by_position(plain, target, draft):
     ids = prompt()["input_ids"]
     plan = copy.deepcopy(target.generation_config)

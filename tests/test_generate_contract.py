@@ -184,11 +184,11 @@ def test_other_candidate_sources_win_over_the_attached_draft(source, where, targ
     draft.register_forward_pre_hook(lambda *_: calls.append(1))
     model = specbranch(copy.deepcopy(target), draft=draft)
     expected = target.generate(**prompt(), **GREEDY)
+    named = source if where == "argument" else {}
     if where == "target":
         model.generation_config.update(**source)
-        source = {}
-    assert torch.equal(model.generate(**prompt(), **GREEDY, **source), expected)
-    assert not calls and model.specbranch_stats is None
+    assert torch.equal(model.generate(**prompt(), **GREEDY, **named), expected)
+    assert not calls and (model.specbranch_stats is None) == (source == EARLY_EXIT)
 
 
 # ---- randomness and statistics under transformers' own decoding
@@ -215,7 +215,7 @@ def test_a_generator_leaves_the_global_one_alone(model):
     assert torch.equal(torch.rand(1), expected)
 
 
-@pytest.mark.parametrize("asked", [{"specbranch": False}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
+@pytest.mark.parametrize("asked", [{"specbranch": False}, {"num_beams": 2}, EARLY_EXIT], ids=str)
 def test_statistics_belong_to_the_last_call(asked, model):
     model.generate(**prompt(), **GREEDY)
     assert model.specbranch_stats is not None

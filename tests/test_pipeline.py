@@ -153,10 +153,14 @@ def test_a_model_that_remembers_its_draft_needs_no_other(pair, plain):
     assert_it_speculated(pipe)
 
 
-def test_a_missing_draft_is_told(pair):
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_no_draft_model_is_needed(draft, pair, plain):
     target, _, tokenizer = pair
-    with pytest.raises(ValueError, match="without a draft: pass draft="):
-        pipeline("specbranch-text-generation", model=copy.deepcopy(target), tokenizer=tokenizer, device="cpu")
+    pipe = pipeline(
+        "specbranch-text-generation", model=copy.deepcopy(target), draft=draft, tokenizer=tokenizer, device="cpu"
+    )
+    assert pipe(PROMPTS[0], **GREEDY) == plain(PROMPTS[0], **GREEDY)
+    assert pipe.model.specbranch_stats.draft_forwards == 0
 
 
 def test_a_draft_with_another_vocabulary_is_refused(pair):

@@ -12,7 +12,7 @@ round behind; elsewhere the host has them already.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 
 import torch
@@ -26,6 +26,7 @@ from .text import Text
 from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, best_length
 
 LENGTHS = {True: (7, 15), False: (1, 2, 3, 4, 5, 6, 7, 11, 15)}  # by whether stages are captured: each needs a capture
+CAPTURE_SECONDS = 0.25  # to capture the stages of one more number of tokens
 SAMPLES = 5  # times of rounds that are kept for each length
 NAME = "lookup"
 LIKELY, ABSENT = 0.5, -1  # the chance from which on a match counts as likely, for the planner; no such match
@@ -176,6 +177,10 @@ class Lookup:
         expected = (self.confidence.expected(each.length, min(count, len(each.tokens)))[-1] for each in rows)
         return (1 + sum(expected) / max(1, len(rows))) / self.times.seconds(count)
 
+    def saved_seconds(self, count: int) -> float:
+        """Return the time that a round with so many proposed tokens is expected to save per row."""
+        return self.times.seconds(count) * (self.speed(count) / self.speed(0) - 1)
+
     def room(self, row: int) -> int:
         """Return how many draft tokens a row may be sent: the target adds one of its own."""
         return 0 if self.text.done[row] else max(0, self.text.stopper.max_length - self.text.lengths[row] - 1)
@@ -189,14 +194,21 @@ class LookupDraft:
         lookup: decides how many tokens to propose.
         first: [B, 1] the first column that is not padding.
         nothing: no draft tokens and no branches.
+        patient: capture a stage once it would have saved the time that this takes. A sampled text must not depend on
+            what was captured before.
     """
 
     depth, same_every_round = 0, True
 
     def __init__(
-        self, buffers: Buffers, lookup: Lookup, first: Tensor, nothing: tuple[DraftTokens, BranchStarts]
+        self,
+        buffers: Buffers,
+        lookup: Lookup,
+        first: Tensor,
+        nothing: tuple[DraftTokens, BranchStarts],
+        patient: bool = False,
     ) -> None:
-        self.buffers, self.lookup, self.nothing, text = buffers, lookup, nothing, lookup.text
+        self.buffers, self.lookup, self.nothing, self.patient, text = buffers, lookup, nothing, patient, lookup.text
         self.device, self.name, rows = text.ids.device, NAME, text.ids.shape[0]
         self.max_tokens_per_round = lookup.most + 1
         self.first = buffers.tensor("lookup.first", (rows, 1)).copy_(first)
@@ -213,9 +225,23 @@ class LookupDraft:
     def remember(self, tokens: list[int]) -> None: ...
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
-        count = self.lookup.choose()
+        count = self.choose()
         self.lookup.times.begin(count)
         return self.look_up(count) if count else self.propose_nothing()
+
+    def choose(self) -> int:
+        """Return how many tokens to propose; 0 also if a stage would have to be captured that has not paid yet."""
+        count, key = self.lookup.choose(), self._key
+        if not count or not self.patient or self.lookup.forced is not None or self.buffers.has_run(key(count)):
+            return count
+        missed = self.buffers.missed
+        missed[key(count)] = missed.get(key(count), 0.0) + self.lookup.saved_seconds(count)
+        return count if missed[key(count)] > CAPTURE_SECONDS else 0
+
+    def _key(self, count: int) -> Hashable:
+        """Return the key of the stage that looks up so many tokens."""
+        corpus = self.lookup.corpus
+        return "lookup", count, self.lookup.longest, None if corpus is None else corpus.serial
 
     def propose_nothing(self) -> DraftTokens:
         self.sent = None
@@ -224,8 +250,7 @@ class LookupDraft:
     def look_up(self, count: int) -> DraftTokens:
         """Return up to `count` tokens per row, from the longest match of its end."""
         if self.buffers.static_shapes:
-            corpus = None if self.lookup.corpus is None else self.lookup.corpus.serial
-            self.buffers.run(("lookup", count, self.lookup.longest, corpus), lambda: self._find(count))
+            self.buffers.run(self._key(count), lambda: self._find(count))
             self.sent = self.length
             return DraftTokens(self.tokens[count], self.length, memory=self.buffers.serial)
         lookup = self.lookup

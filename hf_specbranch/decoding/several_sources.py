@@ -70,7 +70,7 @@ class LookupBesideDraft:
     def _looks_up(self) -> int:
         """Return how many tokens to look up; 0 if a draft promises more tokens per second."""
         lookup = self.lookup.lookup
-        count = lookup.choose()
+        count = self.lookup.choose()
         if lookup.forced is not None:
             return count
         return count if count and lookup.speed(count) > self._draft_speed() else 0

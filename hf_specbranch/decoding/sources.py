@@ -61,7 +61,8 @@ class Sources:
             drafter = self._drafter(plan, self.draft_runner, parts)
         if not plan.lookup_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
             return NoDraft(nothing) if drafter is None else drafter
-        lookup = LookupDraft(parts.text.buffers, self._lookup(plan, parts), self._first_columns(parts), nothing)
+        found, patient = self._lookup(plan, parts), not self.samples
+        lookup = LookupDraft(parts.text.buffers, found, self._first_columns(parts), nothing, patient)
         if drafter is None:
             return lookup
         return LookupBesideDraft(drafter, lookup, self.step_costs(max(parts.text.lengths)))

@@ -88,10 +88,20 @@ def _run(
     text.length.fill_(length)
     parts = assembly.with_drafter(plan, parts)
     overlap.enabled = plan.overlap and policy.drafts_ahead
-    feedback = decode(parts, overlap, take_over(parts, feedback), range(ROUNDS))
+    feedback = take_over(parts, feedback)
+    if assembly.lookup is None:
+        feedback = decode(parts, overlap, feedback, range(ROUNDS))
+    else:
+        for count in (0, *assembly.lookup.lengths, 0):  # drafts, looked-up tokens, and drafts after these
+            assembly.lookup.forced = count
+            feedback = decode(parts, overlap, feedback, range(ROUNDS))
     if policy.drafts_ahead:
         for moved, draft_ended in product((False, True), repeat=2):
             parts.drafter.propose(feedback._replace(moved=moved, draft_ended=draft_ended), text.reach)
+        if assembly.lookup is not None:
+            for count in (assembly.lookup.most, 0):
+                assembly.lookup.forced = count
+                parts.drafter.propose(feedback._replace(moved=False, draft_ended=True), text.reach)
     if plan.tree_leaves:  # when another plan takes over, a leaf may have to be read again
         none = text.ids[:, :0]
         parts.target.verify(DraftTokens(none, text.length, leaves=TreeLeaves(none, none)))

@@ -39,6 +39,11 @@ class Buffers:
         self.device, self.static_shapes = device, static_shapes
         self.serial = next(_serials)  # identifies this memory in keys of stages; never reused
         self.memory: dict[str, Tensor] = {}
+        self.missed: dict[Hashable, float] = {}  # seconds that a stage would have saved, had it been captured
+
+    def has_run(self, key: Hashable) -> bool:
+        """Whether to run the stage with this key takes no capture."""
+        return True
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         """Return a tensor of zeros whose address does not change."""
@@ -207,6 +212,9 @@ class StaticBuffers(Buffers):
             return self.memory.setdefault(name, super().tensor(name, shape, dtype))
         assert known.shape == tuple(shape) and known.dtype == dtype, (name, known.shape, tuple(shape))
         return known.zero_()
+
+    def has_run(self, key: Hashable) -> bool:
+        return key in self.graphs
 
     def generator(self, name: str, seed: int) -> torch.Generator:
         known = self.generators.setdefault(name, torch.Generator(self.device))
