@@ -19,8 +19,8 @@ class SpecBranchTextGenerationPipeline(TextGenerationPipeline):
     """A `TextGenerationPipeline` that drafts with a second model. It takes every argument of `text-generation` too.
 
     Args:
-        draft: as in `specbranch(model, draft=...)`: the draft model, its folder or repository id, "lookup", or a list of a
-            model and "lookup". By default the one that `model` remembers, or lookup where it pays.
+        draft: as in `specbranch(model, draft=...)`: the draft model, its folder or repository id, "lookup", or a list
+            of a model and "lookup". By default the one that `model` remembers, or lookup where it pays.
         length_head: a length head, its folder, its repository id or "auto".
         specbranch: settings, as `generate(specbranch=...)` takes them; may also be given with each call.
 
