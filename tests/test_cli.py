@@ -133,7 +133,9 @@ def test_embedded_head_by_name(pair):
     ("arguments", "message"),
     [
         (["--target", "/no/such", "--draft", "/none"], "error: --target /no/such: no such folder"),
-        (["--target", "."], "error: --target . without --draft: name both"),
+        (["--target", "."], "error: --target .: "),
+        (["--draft", "good,weak"], "error: --draft good,weak: expected a draft model, lookup"),
+        (["--draft", "lookup", "--corpus", "nowhere"], "error: --corpus nowhere: no such file"),
         (["--draft", "org/small"], "error: --draft org/small without --target: name both"),
         (["--policy", "magic"], "error: policy='magic': expected one of"),
         (["--device", "nowhere"], "error: --device nowhere: "),
