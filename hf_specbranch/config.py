@@ -156,8 +156,8 @@ class SpecBranchConfig:
     overlap: bool = True
     kernels: bool | str = "auto"
     draft_sampling: str = "auto"
-    draft_weights: str | None = "auto"
-    draft_shortlist: int | str | None = "auto"
+    draft_weights: str | None = None
+    draft_shortlist: int | str | None = None
     memory_budget: float = MEMORY_BUDGET
     prefix_reuse: bool = True
 

@@ -295,11 +295,11 @@ def test_copy_is_chosen_on_a_gpu():
     target, draft, tokenizer = load_demo_pair()
     target = specbranch(grow(target, "7b", torch.bfloat16, "cuda"), grow(draft, "1b", torch.bfloat16, "cuda"))
     inputs = tokenizer("def add(a, b):", return_tensors="pt").to("cuda")
-    used = []
+    used, auto = [], SpecBranchConfig(draft_weights="auto")
     for sampled in (False, True):
-        target.generate(**inputs, max_new_tokens=48, do_sample=sampled)
+        target.generate(**inputs, max_new_tokens=48, do_sample=sampled, specbranch=auto)
         used.append(target.specbranch_stats.draft_weights)
         assert target.specbranch_stats.runtime == "graph" and not target.specbranch_stats.slowed_by
     assert used == ["int8", "int8"]
-    target.generate(**inputs, max_new_tokens=8, do_sample=False, specbranch=SpecBranchConfig(draft_weights=None))
+    target.generate(**inputs, max_new_tokens=8, do_sample=False, specbranch=SpecBranchConfig())
     assert target.specbranch_stats.draft_weights == ""

@@ -149,7 +149,7 @@ class SlotLayer(CacheLayerMixin):
             self.values[:, :, self.appended : end] = value_states
             self.appended = end
             return self.keys[:, :, :end], self.values[:, :, :end]
-        shown = self.address.shown
+        shown = min(self.address.shown, self.keys.shape[2])  # spans show all that may ever be mapped
         rows, slots = self.address.index_on(self.keys.device)
         if rows is None:  # one simple kernel each
             if key_states.dtype != self.keys.dtype or value_states.dtype != self.values.dtype:
