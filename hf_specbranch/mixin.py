@@ -43,6 +43,7 @@ from .request import (
     check_request,
     warming_up,
     why_plain,
+    lookup_on,
     without_model,
 )
 from .runtime.selection import release
@@ -128,7 +129,7 @@ class SpecBranchMixin(GenerationMixin):
             return plain(assistant)
         attachment = self._specbranch_memory
         draft = draft_model(assistant) if assistant is not None else attachment.draft
-        config = call_config(specbranch, settings, draft, attachment)
+        config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
         if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
             draft = None  # as in transformers, lookup takes the place of a draft model
             config = replace(config, policy="auto")

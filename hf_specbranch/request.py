@@ -198,6 +198,13 @@ def call_config(
     return config if size is None else replace(config, max_matching_ngram_size=size)
 
 
+def lookup_on(device: torch.device, config: SpecBranchConfig, attached: Attachment) -> SpecBranchConfig:
+    """Return the settings for a device: on a GPU lookup drafts must be asked for, since they are not timed there yet."""
+    if device.type == "cuda" and config.prompt_lookup_num_tokens == "auto" and attached.corpus is None:
+        return replace(config, prompt_lookup_num_tokens=0)
+    return config
+
+
 def without_model(config: SpecBranchConfig) -> SpecBranchConfig:
     """Return the settings of the policy "auto" where there is no draft model: lookup alone."""
     lookup = config.prompt_lookup_num_tokens
