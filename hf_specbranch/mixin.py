@@ -41,9 +41,9 @@ from .request import (
     call_config,
     check_inputs,
     check_request,
+    lookup_on,
     warming_up,
     why_plain,
-    lookup_on,
     without_model,
 )
 from .runtime.selection import release
