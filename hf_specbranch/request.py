@@ -199,7 +199,7 @@ def call_config(
 
 
 def lookup_on(device: torch.device, config: SpecBranchConfig, attached: Attachment) -> SpecBranchConfig:
-    """Return the settings for a device: on a GPU lookup drafts must be asked for, since they are not timed there yet."""
+    """Return the settings for a device: on a GPU, where it is not timed yet, lookup must be asked for."""
     if device.type == "cuda" and config.prompt_lookup_num_tokens == "auto" and attached.corpus is None:
         return replace(config, prompt_lookup_num_tokens=0)
     return config
