@@ -22,6 +22,7 @@ class ModelState:
         mask_makers: the masks under which the model computes the right logits, by state of its adapters, dtype and
             attention implementation (`runtime.mask_probe`).
         refusals: why a call without a draft is left to transformers, by the same (`request`).
+        state_owners: the modules that keep recurrent states (`runtime.recurrent_modules`).
         padding_is_plain: whether padded batches are read as plain `generate()` reads them (`padding_check`).
         sync_reasons: why a forward cannot be captured, empty if it can, by state of the adapters
             (`runtime.cuda_graph`).
@@ -43,6 +44,7 @@ class ModelState:
 
     mask_makers: dict[Hashable, Any] = field(default_factory=dict)
     refusals: dict[Hashable, str] = field(default_factory=dict)
+    state_owners: Any = None
     padding_is_plain: bool | None = None
     sync_reasons: dict[Hashable, str] = field(default_factory=dict)
     kernel_checks: dict[int, str] = field(default_factory=dict)

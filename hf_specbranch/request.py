@@ -19,8 +19,10 @@ from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
 from .model_state import every_parameter, why_adapters_need_plain
 from .progress import Progress
+from .runtime.eager import layer_kinds
 from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
+from .runtime.recurrent_cache import is_recurrent
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -225,12 +227,17 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
     if model.config.is_encoder_decoder:
         raise ValueError(f"the {role} {name} is an encoder-decoder model: SpecBranch needs decoder-only models")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not _keeps_states_in_cache(model):
         raise ValueError(
-            f"the {role} {name} keeps a recurrent state, which cannot be rolled back: choose an attention-only model"
+            f"the {role} {name} keeps a recurrent state outside of its cache, where it cannot be rolled back: choose "
+            f"another model"
         )
     if any(parameter.is_meta for parameter in every_parameter(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
+
+
+def _keeps_states_in_cache(model: PreTrainedModel) -> bool:
+    return any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True))))
 
 
 def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
@@ -268,7 +275,7 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
         return (
             f"SpecBranch cannot keep its keys and values under cache_implementation={settings.cache_implementation!r}"
         )
-    past = settings.past_key_values
+    past = settings.past_key_values if settings.cache_params is None else settings.cache_params
     if isinstance(past, Cache) and (reason := why_not_loaded(past)):
         return reason
     for model, role in ((target, "target"), (draft, "draft")):

@@ -28,6 +28,10 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "falcon", "phi3",
     "mixtral", "gpt_oss", "deepseek_v3", "cohere2", "olmo2",
 )  # fmt: skip
+RECURRENT = (
+    "qwen3_next", "qwen3_5_text", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "bamba", "jamba", "zamba2",
+    "olmo_hybrid", "kimi_linear", "mamba", "mamba2", "falcon_mamba",
+)  # fmt: skip
 POLICIES = ("auto", "autoregressive", "vanilla", "vanilla", "pearl", "specbranch", "specbranch", "specbranch")
 DRAFTS = {"equal": 0.0, "close": 0.03, "near": 0.1, "far": 0.5}
 NEAR = 1e-4
@@ -88,7 +92,7 @@ class StopAt(transformers.StoppingCriteria):
         return input_ids[:, -1] % self.divisor == 0
 
 
-def make_case(seed: int, number: int) -> FuzzCase:
+def make_case(seed: int, number: int, families: tuple[str, ...] = FAMILIES) -> FuzzCase:
     """The case of this number."""
     draw = random.Random(f"{seed}:{number}")
     rows = draw.choice((1, 1, 1, 2, 3, 4))
@@ -107,7 +111,7 @@ def make_case(seed: int, number: int) -> FuzzCase:
     mask = torch.ones((rows, length), dtype=torch.long)
     for row in range(rows):
         mask[row, : draw.randint(0, length - 1) if row and not chat else 0] = 0
-    case = FuzzCase(draw.choice(FAMILIES), draw.choice((*DRAFTS, "stranger")), settings, mask, [])
+    case = FuzzCase(draw.choice(families), draw.choice((*DRAFTS, "stranger")), settings, mask, [])
     case.eos = None if chat else draw.choice((None, _token(draw), [_token(draw), _token(draw)], list(range(3, 9))))
     for _ in range(draw.randint(2, 3) if chat else 1):
         prompt = torch.tensor([[_token(draw) for _ in range(length)] for _ in range(rows)])
@@ -227,9 +231,9 @@ def describe(case: FuzzCase) -> str:
     return f"{case.family}, draft {case.draft}, {case.settings}, mask {case.mask.tolist()}, turns {turns}"
 
 
-def check(seed: int, number: int) -> tuple[str, list[str]]:
+def check(seed: int, number: int, families: tuple[str, ...] = FAMILIES) -> tuple[str, list[str]]:
     """What is different in a case, an exception included, and its notes."""
-    case = make_case(seed, number)
+    case = make_case(seed, number, families)
     try:
         different = run_case(case)
     except Exception:
@@ -243,13 +247,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="only the case of this number")
+    parser.add_argument("--recurrent", action="store_true", help="models with recurrent layers")
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     numbers = [given.case] if given.case is not None else range(given.start, given.start + given.cases)
     failed, ties, start = 0, 0, time.perf_counter()
     for done, number in enumerate(numbers, 1):
-        different, notes = check(given.seed, number)
+        different, notes = check(given.seed, number, RECURRENT if given.recurrent else FAMILIES)
         failed, ties = failed + bool(different), ties + bool(notes)
         if different:
             print(f"--seed {given.seed} --case {number}: {different}\n", flush=True)

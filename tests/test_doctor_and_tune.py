@@ -152,24 +152,24 @@ def test_attention_without_masks_fails_the_check(target, draft):
 
 
 @pytest.fixture(scope="module")
-def mamba():
-    from transformers import MambaConfig, MambaForCausalLM
+def rwkv():
+    from transformers import RwkvConfig, RwkvForCausalLM
 
     torch.manual_seed(0)
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)).eval()
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
 
 
-def test_recurrent_draft_cannot_be_used(target, mamba):
+def test_recurrent_draft_cannot_be_used(target, rwkv):
     tokenizer = letter_tokenizer(VOCABULARY)
-    report = examine(attached(target), mamba, tokenizer, tokenizer, [PROMPT])
+    report = examine(attached(target), rwkv, tokenizer, tokenizer, [PROMPT])
     assert states(report.checks)["models"] == FAILED and not report.policies
-    assert report.verdict.startswith("This pair cannot be used: the draft MambaForCausalLM keeps a recurrent state")
+    assert report.verdict.startswith("This pair cannot be used: the draft RwkvForCausalLM keeps a recurrent state")
 
 
-def test_tune_refuses_a_recurrent_draft_before_any_work(target, mamba):
+def test_tune_refuses_a_recurrent_draft_before_any_work(target, rwkv):
     progress = RecordedProgress()
-    with pytest.raises(ValueError, match="the draft MambaForCausalLM keeps a recurrent state"):
-        tune(attached(target), mamba, [prompt()], progress=progress)
+    with pytest.raises(ValueError, match="the draft RwkvForCausalLM keeps a recurrent state"):
+        tune(attached(target), rwkv, [prompt()], progress=progress)
     assert not progress.shown
 
 
@@ -182,15 +182,15 @@ def test_doctor_checks_layers_of_different_sizes(target):
     assert "GiB" in found["memory"] and "KV caches" not in found["memory"]
 
 
-def test_doctor_command_shows_progress_and_checks_first(folders, mamba, tmp_path):
-    mamba.save_pretrained(tmp_path)
+def test_doctor_command_shows_progress_and_checks_first(folders, rwkv, tmp_path):
+    rwkv.save_pretrained(tmp_path)
     letter_tokenizer(VOCABULARY).save_pretrained(tmp_path)
     said = CliRunner().invoke(app, ["doctor", "--target", str(folders / "target"), "--draft", str(tmp_path)])
     assert said.stderr.splitlines()[0] == "importing torch and transformers"
     lines = said.stdout.splitlines()
     assert said.exit_code == 1 and lines[0].startswith("ok    versions    Python 3") and "Traceback" not in said.output
     flat = " ".join(said.stdout.split())
-    assert "FAIL models the draft MambaForCausalLM keeps a recurrent state, which cannot be rolled back" in flat
+    assert "FAIL models the draft RwkvForCausalLM keeps a recurrent state outside of its cache" in flat
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(capsys, monkeypatch):

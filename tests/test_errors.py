@@ -7,8 +7,8 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -27,8 +27,8 @@ def model(target):
     return model
 
 
-def mamba():
-    return MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, pad_token_id=0))
+def rwkv():
+    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, pad_token_id=0))
 
 
 def t5():
@@ -101,7 +101,7 @@ def test_the_autoregressive_policy_needs_no_draft(target):
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(mamba, "the {} MambaForCausalLM keeps a recurrent state"), (t5, "the {} T5.* is an encoder-decoder model")],
+    [(rwkv, "the {} RwkvForCausalLM keeps a recurrent state"), (t5, "the {} T5.* is an encoder-decoder model")],
 )
 def test_models_that_cannot_take_a_role_are_refused(make, message, role, target, draft):
     with pytest.raises(ValueError, match=message.format(role)):
@@ -120,8 +120,8 @@ def test_a_draft_without_weights_is_refused(model, draft):
 
 def test_a_refused_draft_leaves_the_model_unattached(target):
     plain = copy.deepcopy(target)
-    with pytest.raises(ValueError, match="the draft MambaForCausalLM keeps a recurrent state"):
-        specbranch(plain, draft=mamba())
+    with pytest.raises(ValueError, match="the draft RwkvForCausalLM keeps a recurrent state"):
+        specbranch(plain, draft=rwkv())
     assert type(plain) is type(target)
 
 

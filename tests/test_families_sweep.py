@@ -125,12 +125,12 @@ def test_only_our_own_errors_are_refusals(target):
 
 def test_the_command_names_what_it_tried(tmp_path):
     page = tmp_path / "families.md"
-    done = CliRunner().invoke(app, ["families", "gpt_neox", "mamba", "--markdown", str(page)])
+    done = CliRunner().invoke(app, ["families", "gpt_neox", "rwkv", "--markdown", str(page)])
     assert done.exit_code == 0, done.output
     assert "2 architectures, 0 wrong" in done.output
     text = page.read_text()
     assert "| gpt_neox | `GPTNeoXForCausalLM` | equal |" in text
-    assert "| mamba | `MambaForCausalLM` | refused |" in text and "recurrent state" in text
+    assert "| rwkv | `RwkvForCausalLM` | refused |" in text and "recurrent state" in text
     with pytest.raises(ValueError, match="no architecture is called no_such_model"):
         list(sweep(["no_such_model"]))
 

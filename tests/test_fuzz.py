@@ -22,6 +22,18 @@ def test_many_random_cases_equal_plain_generate():
     assert not any(found), next(filter(None, found))
 
 
+@pytest.mark.compat
+def test_random_cases_of_recurrent_models_equal_plain_generate():
+    found = [fuzz.check(seed=0, number=number, families=fuzz.RECURRENT)[0] for number in range(CASES)]
+    assert not any(found), next(filter(None, found))
+
+
+@pytest.mark.slow
+def test_many_random_cases_of_recurrent_models_equal_plain_generate():
+    found = [fuzz.check(seed=1, number=number, families=fuzz.RECURRENT)[0] for number in range(1000)]
+    assert not any(found), next(filter(None, found))
+
+
 def test_a_difference_is_found():
     """A target whose weights are not those of the plain one."""
     case = next(case for number in range(99) if not (case := fuzz.make_case(0, number)).turns[1:])

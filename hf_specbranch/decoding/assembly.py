@@ -31,7 +31,7 @@ from .hooks import HookList, SpeculationHook
 from .loop import NoDraft, Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
-from .policies import POLICIES
+from .policies import POLICIES, without_alternatives
 from .resolve import Accounting
 from .scoring import can_guide, has_static_form, is_opaque
 from .sources import Sources
@@ -81,18 +81,25 @@ class Assembly(Sources):
         # The operations between forwards run in Triton, where they can.
         self.in_triton = self.static_shapes and bool(call.config.kernels) and serves(runner.device)
         cheap = draft_runner is None or is_cheap(runner.model, draft_runner.model)
-        first = call.config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
-        self.plans = [first, *plans_within(call.config, self.static_shapes)] if self._may_plan else [first]
+        config = call.config
+        if any(each.is_recurrent for each in self.runners):
+            config = without_alternatives(config, runner, draft_runner)
+        first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
+        self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
+        if draft_runner is not None:  # a draft is rolled back over all that was drafted, ahead of the target too
+            draft_runner.cache.keep_states(2 * longest + 8)
         self.capacity = runner.columns(self.reach)  # columns of the text
         self.seeds = call.seeds()
 
     @property
     def _may_plan(self) -> bool:
         """Whether the planner has anything to choose. Hooks and length heads were made for one method."""
-        is_auto = self.call.config.policy == "auto" and self.draft_runner is not None
-        return is_auto and not self.in_step and not self.given.hooks
+        draft = self.draft_runner
+        if draft is None or (draft.is_recurrent and self.call.rows > 1):  # it cannot read rows of different lengths
+            return False
+        return self.call.config.policy == "auto" and not self.in_step and not self.given.hooks
 
     def parts(self) -> Parts:
         """Return everything that the loop needs except a drafter."""
@@ -274,7 +281,7 @@ class Assembly(Sources):
         cached = 0 if call.past is None else past_length(call.past)
         if call.past is not None and cached:
             runner.cache.load(call.past)
-        kwargs = {**call.model_kwargs, "past_key_values": runner.cache}
+        kwargs = {**call.model_kwargs, runner.cache_argument: runner.cache}
         wanted = ("output_attentions", "output_hidden_states")
         outputs = {name: True for name in wanted if call.model_kwargs.get(name)}
         if self.given.feature_layers:

@@ -69,7 +69,7 @@ class Call:
 
     @property
     def past(self) -> Cache | None:
-        return self.model_kwargs.get("past_key_values")
+        return self.model_kwargs.get("past_key_values", self.model_kwargs.get("cache_params"))
 
     @property
     def records(self) -> bool:

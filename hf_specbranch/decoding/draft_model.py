@@ -61,6 +61,7 @@ class DraftModel:
         if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
             self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
+        self.earliest = 0  # the first column that can be read again; a recurrent state before it is not kept
         self.scorer: Scorer | None = None
         if processors:
             static = buffers.static_shapes
@@ -70,16 +71,21 @@ class DraftModel:
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
         self.guide = Guide.for_draft(processors, length, ends) if guided else None
 
+    def prefix_length(self, length: int, start: Tensor) -> int:
+        """Return how many columns to prefill: what is read again from `start` [B] on must not be in a state yet."""
+        return int(start.min()) if self.runner.is_recurrent else length
+
     def prefill(self, tokens: Tensor) -> None:
         """Read a text [B, P], except for its beginning if that is in the cache already."""
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
         self.stats.draft_forwards += 1
         if self.shortlist is not None:
             self.shortlist.add_text(tokens)
+        self.earliest = tokens.shape[1] if self.runner.is_recurrent else 0
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
         start = 0
-        if mask is None and self.guide is None and tokens.shape[0] == 1:
+        if mask is None and self.guide is None and tokens.shape[0] == 1 and not self.runner.is_recurrent:
             self.runner.remembered = Remembered(tokens[0].tolist())
             if self.runner.takes_spans or not self.buffers.static_shapes:  # under masks, it would be captured again
                 start = remembered.common_prefix(self.runner.remembered.tokens)

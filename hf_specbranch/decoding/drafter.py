@@ -67,7 +67,7 @@ class Drafter:
         """Read the first columns of the text."""
         if length > 0:
             pending = self.round.pending
-            self.model.prefill(pending.ids[:, :length])
+            self.model.prefill(pending.ids[:, : self.model.prefix_length(length, pending.start)])
             pending.cached.copy_(pending.start)
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
@@ -233,7 +233,7 @@ class TorchDraftOps:
             if not bool((wanted & (pending.cached < pending.end)).any()):
                 return None
             queries = max(1, int((pending.end - pending.cached).max()))
-        columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=0)  # [B, Q]
+        columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=model.earliest)  # [B, Q]
         return ForwardInputs(
             pending.ids.gather(1, columns),
             columns,

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
 # What transformers passes to a forward over tokens alone.
-USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+USUAL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
 # Also set by our own passes, or not needed there.
 OURS = USUAL_INPUTS | {
     "input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict", "cache_position",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..config import SpecBranchConfig
+from ..runtime.eager import EagerRunner
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,18 @@ POLICIES = {
     )
 }
 POLICIES["auto"] = POLICIES["specbranch"]  # checked as the policy that needs most, before the planner chooses
+
+
+def without_alternatives(config: SpecBranchConfig, target: EagerRunner, draft: EagerRunner | None) -> SpecBranchConfig:
+    """Return the settings without tree leaves for a recurrent target and without side branches for a recurrent draft.
+
+    Such a layer reads one token after the other, so it cannot read alternatives to a token in the same row.
+    """
+    if target.is_recurrent:
+        config = replace(config, tree_leaves=0)
+    if draft is not None and draft.is_recurrent:
+        config = replace(config, max_branches=1, max_rejection_branches=0)
+        if target.is_recurrent and target.device.type == "cpu":
+            # torch's convolutions on a CPU give wrong results if two threads run them at the same time.
+            config = replace(config, overlap=False)
+    return config

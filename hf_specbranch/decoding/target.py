@@ -100,7 +100,7 @@ class Target:
         padded = bool(self.first.any())
         if self.tokens_alone and can_prefill(self.runner, prompt, padded):
             positions = self._positions(self.slots[None])  # [B, capacity]
-            given = max(layer.appended for layer in cached) if (cached := self.runner.cache.layers) else 0
+            given = max((layer.appended for _, layer in self.runner.cache.slot_layers()), default=0)
             # Padding shifts positions, and keys and values from the caller may come from other weights.
             self.reuses_prefix = self.reuses_prefix and not padded and not given
             self.stats.reused_tokens += (reused := self._reusable_tokens(remembered, prompt))
@@ -110,9 +110,11 @@ class Target:
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
         output = self.run_prefill()
-        if (read := {layer.appended for layer in self.runner.cache.layers}) != {filled}:
+        layers = self.runner.cache.slot_layers()
+        if (read := {layer.appended for _, layer in layers}) != {filled} and (layers or not self.runner.is_recurrent):
             # Images without tokens in their place, or layers that attend to something else than the text.
             raise FallBack(f"{type(self.runner.model).__name__} keeps {sorted(read)} tokens of a prompt of {filled}")
+        self.runner.cache.mark(filled)
         logits = output.logits[:, -1:]
         if self.buffers.static_shapes:
             return Step(self.buffers.keep("target.logits1", logits))
@@ -172,17 +174,27 @@ class Target:
             self.verify(DraftTokens(rows, self.text.length, leaves=TreeLeaves(rows, rows)))
 
     def read_columns(self, first: int, last: int) -> Step:
-        """Read text that is final, columns `first` to `last` (exclusive) of all rows; logits [B, last - first, V]."""
-        shown = self.base + last
-        self.runner.reserve(self.text.ids.shape[0], shown)
+        """Read text that is final, columns `first` to `last` (exclusive); logits [B, last - first, V].
+
+        Rows that have read some of these columns read them again. With recurrent layers they cannot: such a row begins
+        at its last column, and what it reads too far is never used. Its logits for earlier columns mean nothing.
+        """
+        rows, count = self.text.ids.shape[0], last - first
+        columns = self.slots[None, first:last].expand(rows, -1)
+        if self.runner.is_recurrent:
+            begin = torch.tensor(self.text.lengths, device=self.device)[:, None] - 1
+            columns = begin.clamp(min=first) + self.slots[:count]
+        shown = self.base + int(columns.max()) + 1
+        self.runner.reserve(rows, shown)
         self._count()
-        slots = self.slots[None, self.base + first : shown].expand(self.text.ids.shape[0], -1)
+        slots = self.base + columns
         visible = self.runner.visible(make_spans(self.first, slots + 1), shown, self.seen)
-        tokens = self.text.ids[:, first:last].to(self.device)
-        further = self.further.of(last - first)
+        tokens = self.text.ids.to(self.device).gather(1, columns.clamp(max=self.text.ids.shape[1] - 1))
+        further = self.further.of(count)
         positions = self._on_all_axes(self._positions(slots))
         # Of any length, so not worth a capture.
-        return self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
+        step = self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
+        return step if not self.runner.is_recurrent else step.aligned((first - columns[:, :1]) + self.slots[:count])
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""

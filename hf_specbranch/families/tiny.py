@@ -70,9 +70,16 @@ EVEN_IF_NONE = {*_EVEN_IF_NONE.split(), "pad_token_id", "bos_token_id", "eos_tok
 _MIXED = ["sliding_attention", "full_attention"]
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": 2 * _MIXED, "num_kv_shared_layers": 2}
+_SHARED_ATTENTION = {
+    "attention_hidden_size": 2 * HIDDEN,
+    "attention_head_dim": 2 * HEAD_DIM,
+    "num_key_value_heads": HEADS,
+}
 _IMAGE_CODES = {"base_channels": HIDDEN, "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [1]}
 # What does not follow from the names, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 2},
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {"layer_types": _MIXED, "rope_parameters": dict.fromkeys(_MIXED, _MROPE)},
     "dbrx": {
@@ -86,11 +93,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
     "gemma3n_text": {**_SHARED_LAYERS, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": 64},
     "gemma4_text": _SHARED_LAYERS,
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 2},
     "janus_vqgan": _IMAGE_CODES,
     "laguna": {"layer_types": _MIXED},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "n_groups": 2},
     "mellum": {"layer_types": _MIXED},
     "mistral4": {"head_dim": 2 * HEAD_DIM},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
@@ -100,6 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_output_dim": 3 * HIDDEN,
     },
     "muse_spark_audio": {"hidden_sizes": [8, 16, 16, HIDDEN]},
+    "nemotron_h": {"n_groups": 2},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCABULARY - 9},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCABULARY - 9},
@@ -112,6 +122,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 16), "attn_layers": ("local", "lsh")},
     "xmod": {"default_language": "en_XX"},
+    "zamba": _SHARED_ATTENTION,
+    "zamba2": _SHARED_ATTENTION,
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -218,8 +230,10 @@ def tiny_model(model_class: type[PreTrainedModel], config: PretrainedConfig, see
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # recurrent states that last for several tokens
+                parameter.normal_(-1, 0.25)
+            elif parameter.ndim >= 2:
                 parameter.normal_(0, 0.25)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,17 @@ class Step(NamedTuple):
             return False
         first = next(iter(states.values())) if isinstance(states, Mapping) else states[0]
         return first.shape[1] == self.logits.shape[1]
+
+    def aligned(self, queries: Tensor) -> Step:
+        """Return the results for other queries [B, N] of this pass; below 0 stands for the first."""
+        rows, chosen = torch.arange(queries.shape[0], device=queries.device)[:, None], queries.clamp(min=0)
+        states, attentions = self.hidden_states, self.attentions
+        if states is not None:
+            layers = states.values() if isinstance(states, Mapping) else states
+            states = tuple(state[rows, chosen] for state in layers)
+        if attentions is not None:
+            attentions = tuple(each.transpose(1, 2)[rows, chosen].transpose(1, 2) for each in attentions)
+        return Step(self.logits[rows, chosen], states, attentions)
 
 
 class Runner(Protocol):

@@ -15,8 +15,10 @@ from ..kernels.attention_interface import original_attention
 from ..kernels.parallel_build import is_dry_run
 from ..kernels.spans import SPANS
 from .base import Step
-from .kv_cache import SlotCache
+from .kv_cache import SlotCache, cache_argument
 from .positions import LengthDependentRotary, learned_positions
+from .recurrent_cache import RecurrentCache, masked_kinds
+from .recurrent_modules import owners_of
 from .static_buffers import Buffers
 
 SMALLEST = 256  # fewest slots that a captured forward reads; larger sizes are powers of two
@@ -70,12 +72,15 @@ class EagerRunner:
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, limit: int | None = None) -> None:
         self.model = model
         self.masks = masks
-        self.cache = SlotCache(limit)
+        config = model.config.get_text_config(decoder=True)
+        self.is_recurrent = bool(masks.no_masks)
+        self.cache = RecurrentCache(model, limit) if self.is_recurrent else SlotCache(limit)
+        self.owners = owners_of(model) if self.is_recurrent else None
+        self.cache_argument = cache_argument(model)
         embedding = model.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.vocabulary: int = embedding.shape[0]
         self.slot_positions = torch.zeros((0, 0), dtype=torch.long, device=self.device)  # [B, capacity]
-        config = model.config.get_text_config(decoder=True)
         self.position_limit: int | None = getattr(config, "max_position_embeddings", None)
         self.learned_positions = learned_positions(model)
         self.rotary = LengthDependentRotary(model)
@@ -106,14 +111,20 @@ class EagerRunner:
         output = self.model(
             input_ids=tokens,
             attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
+            **self._placed(positions),
             **self.quiet,
             **self.last_logits_only,
         )
+        self.cache.mark(tokens.shape[1])
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _placed(self, positions: Tensor) -> dict[str, Any]:
+        """Return the cache and the positions as the model takes them. Models of recurrent layers alone take none."""
+        if self.cache_argument != "past_key_values":
+            return {self.cache_argument: self.cache}
+        return {"past_key_values": self.cache, "position_ids": positions}
 
     def place(self, positions: Tensor, first: int = 0) -> None:
         """Record that slots `first` onward hold tokens at these positions, [B, N]."""
@@ -168,17 +179,19 @@ class EagerRunner:
         shown = visible if isinstance(visible, int) else self.cache.address.most if by_spans else visible.shape[2]
         if self.masks.window is not None and not by_spans and not is_dry_run():
             self.slot_positions.scatter_(1, slots, in_text)
-        self.cache.address.point_at(slots, shown)
+        self.cache.point_at(slots, shown)
         # Further outputs may be the caller's, and the first pass creates the cache.
-        skips = self.skips_autograd and not extra and len(self.cache.layers) > 0
+        skips = self.skips_autograd and not extra and len(self.cache.layers) > 0 and not self.is_recurrent
         mode = torch.inference_mode() if skips else nullcontext()
-        with self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else mode:
+        with (
+            self.rotary.for_lengths(in_text + self.lag + 1) if self.has_rotary else mode,
+            nullcontext() if self.owners is None else self.owners.stepping(),
+        ):
             output = self.model(
                 input_ids=tokens,
                 attention_mask=self.masks(visible, in_text, self.slot_positions[:, :shown]),
-                position_ids=positions,
-                past_key_values=self.cache,
                 use_cache=True,
+                **self._placed(positions),
                 **self.quiet,
                 **extra,
             )
@@ -220,13 +233,13 @@ class MaskMaker:
     def __init__(self, model: PreTrainedModel, by_layer_type: bool) -> None:
         config = model.config.get_text_config(decoder=True)
         self.by_layer_type = by_layer_type
-        self.kinds = layer_kinds(config)
+        self.kinds, self.no_masks = masked_kinds(layer_kinds(config))
         self.window: int | None = getattr(config, "sliding_window", None)
         self.additive = original_attention(config) == "eager"
         self.dtype = model.dtype
 
     def __call__(self, visible: Tensor | int, positions: Tensor, slot_positions: Tensor) -> Any:
-        """Return the masks of one pass: a tensor, or a dict of them by layer type.
+        """Return the masks of one pass: a tensor, or a dict of them by layer type. Recurrent layers have none.
 
         Args:
             visible: [B, Q, S] which slots each query attends to, or spans [B, Q, 4]; a number: all slots, and there is
@@ -239,7 +252,7 @@ class MaskMaker:
         masks = {
             kind: self._to_mask(self._within_window(kind, visible, positions, slot_positions)) for kind in self.kinds
         }
-        return masks if self.by_layer_type else next(iter(masks.values()))
+        return self.no_masks | masks if self.by_layer_type else next(iter(masks.values()), None)
 
     def _within_window(self, kind: str, visible: Tensor, positions: Tensor, slot_positions: Tensor) -> Tensor:
         if kind == FULL or self.window is None:

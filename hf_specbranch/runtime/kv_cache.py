@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -24,6 +29,7 @@ BUCKET = 256  # capacity grows in multiples of this many slots
 # takes the driver a fraction of a millisecond for each layer, so a step should serve many rounds; but 1,024 slots for
 # 64 rows would be gigabytes that may never be used.
 LONGEST_STEP, STEP_BYTES = 1024, 8 << 20
+RECURRENT = LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
 
 
 class Address:
@@ -186,7 +192,7 @@ class SlotCache(Cache):
 
     def __bool__(self) -> bool:
         """Return whether anything was appended. Models that test it treat an empty cache as none, even with layers."""
-        return any(layer.appended for layer in self.layers)
+        return any(layer.appended for _, layer in self.slot_layers())
 
     @property
     def num_bytes(self) -> int:
@@ -224,15 +230,19 @@ class SlotCache(Cache):
                 layer.move_to_larger_memory(capacity)
         address.capacity = capacity
 
+    def slot_layers(self) -> list[tuple[int, SlotLayer]]:
+        """Return the layers that store keys and values, with their indices."""
+        return [(index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, SlotLayer)]
+
     def _initialized(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if layer.is_initialized]
+        return [layer for _, layer in self.slot_layers() if layer.is_initialized]
 
     def release(self) -> None:
         """Free the memory of all entries, which are lost, but keep addresses that never move.
 
         The next `reserve` makes room again. Waits for the device; nothing may run with this cache meanwhile.
         """
-        for layer in self.layers:
+        for _, layer in self.slot_layers():
             layer.release()
         self.address.capacity = 0
 
@@ -240,14 +250,24 @@ class SlotCache(Cache):
         """Let the next forward be a prefill, which writes after what earlier prefills wrote."""
         self.address.point_at(None, 0)
 
+    def point_at(self, slots: Tensor, shown: int) -> None:
+        """Say which slots [B, Q] the next forward writes, and how many it reads."""
+        self.address.point_at(slots, shown)
+
+    def mark(self, slot: int) -> None:
+        """Say that all slots before this one have been read, and no other; see `RecurrentCache`."""
+
+    def keep_states(self, count: int) -> None:
+        """Keep so many recurrent states per row, if there are any; see `RecurrentCache`."""
+
     def forget(self) -> None:
         """Start again in the same memory. Old entries may stay, since no query attends to them."""
-        for layer in self.layers:
+        for _, layer in self.slot_layers():
             layer.appended = 0
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy entries from `source` slots to `destination` slots, both [B, N]. All are read before any is written."""
-        for layer in self.layers:
+        for _, layer in self.slot_layers():
             rows = torch.arange(source.shape[0], device=layer.keys.device)[:, None]
             origin, target = source.to(layer.keys.device), destination.to(layer.keys.device)
             layer.keys[rows, :, target] = layer.keys[rows, :, origin]
@@ -260,11 +280,12 @@ class SlotCache(Cache):
         """
         length = past_length(past)
         self.reserve(length)
-        for index, (keys, values, first) in enumerate(_stored(past)):
+        for index, keys, values, first in _stored(past):
             if index == len(self.layers):
                 self.layers.append(SlotLayer(self.address))
-                self.layers[index].lazy_initialization(keys, values)
             layer = self.layers[index]
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
             # `to` first: another GPU may have no access to our memory.
             layer.keys[:, :, first:length] = keys.to(layer.keys.device)
             layer.values[:, :, first:length] = values.to(layer.values.device)
@@ -273,7 +294,7 @@ class SlotCache(Cache):
     def store(self, past: Cache, first: int, last: int, rows: int | None = None) -> None:
         """Append slots `first` to `last` (exclusive) of the first rows, by default of all, to another cache."""
         if last > first:
-            for index, layer in enumerate(self.layers):
+            for index, layer in self.slot_layers():
                 keys, values = (each[:rows, :, first:last].clone() for each in (layer.keys, layer.values))
                 past.update(keys, values, index)
 
@@ -282,9 +303,14 @@ def _whole_steps(slots: int, step: int) -> int:
     return -(-slots // step) * step
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which a model takes its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def past_length(past: Cache) -> int:
-    """Return how many tokens a cache has seen."""
-    return int(past.get_seq_length())
+    """Return how many tokens a cache has seen; 0 if it has recurrent layers alone, which do not count."""
+    return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0
 
 
 def why_not_loaded(past: Cache) -> str:
@@ -295,9 +321,12 @@ def why_not_loaded(past: Cache) -> str:
     kinds = {type(layer) for layer in past.layers}
     if isinstance(later := getattr(past, "layer_class_to_replicate", None), type):
         kinds.add(later)
-    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer}
+    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, *RECURRENT}
     if past_length(past) == 0:
         known.add(StaticSlidingWindowLayer)  # `store` writes it through its own update; `load` does not read it
+    if any(any(layer.has_previous_state.values()) for layer in past.layers if isinstance(layer, LinearAttentionLayer)):
+        if past_length(past) == 0:
+            return "past_key_values holds recurrent states alone, which do not say how many tokens were read"
     if past_length(past) > 0 and getattr(past, "offloading", False):
         return "past_key_values is offloaded, layer by layer, to the CPU"
     if type(past).update is not Cache.update:
@@ -307,11 +336,13 @@ def why_not_loaded(past: Cache) -> str:
     return ""
 
 
-def _stored(past: Cache) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the keys, the values and the index of their first token, layer by layer."""
-    for layer in past.layers:
+def _stored(past: Cache) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+    """Yield the index of each layer with keys and values, these, and the index of their first token."""
+    for index, layer in enumerate(past.layers):
+        if not isinstance(layer, CacheLayerMixin):
+            continue
         length = int(layer.get_seq_length())
         if isinstance(layer, StaticLayer):
-            yield layer.keys[:, :, :length], layer.values[:, :, :length], 0
+            yield index, layer.keys[:, :, :length], layer.values[:, :, :length], 0
         else:
-            yield layer.keys, layer.values, length - layer.keys.shape[2]
+            yield index, layer.keys, layer.values, length - layer.keys.shape[2]

@@ -17,30 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
-from ..kernels.backend import HALF_PRECISION
 from ..layers.check import evaluating
 from ..model_state import adapter_state, state_of
-from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds, quiet_arguments
+from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds
 from .kept_checks import load_check, save_check
+from .ordinary_runs import CONTEXT, REFERENCES, Ordinary, first_line, ordinary_runs, query_texts, rms
+from .recurrent_cache import is_recurrent, masked_kinds
+from .rollback_probe import rollback_texts, rolled_back_logits
 
-CONTEXT = 4  # tokens before the queries; the last two are copied to a far and to a near slot for each query
-REFERENCES = 4  # queries whose logits are compared with an ordinary run
 LAYERS_ON_CPU = 8  # layers that the second check tests on a CPU, where each query costs time; kinds of layers alternate
 FEWEST_SLOTS = 320  # slots between the far and the near ones, at least
 LARGEST_WINDOW = 8192  # larger windows are not tested
 # How far our logits may be from those of an ordinary run, in units of the difference between two ordinary runs. The
 # median of several queries stays near 1. In a mixture of experts, one run may route a single query to other experts.
 MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
-# The difference between two ordinary runs, in units of the standard deviation of the logits. In float32 it is about
-# 1e-6 and need not be measured. Unrelated logits reach 1.4.
-NOISE_IN_FLOAT32, MOST_NOISE = 1e-4, 0.7
 
 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
@@ -54,16 +51,16 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
         ValueError: if no form of mask gives the right logits, or if the model fails on an ordinary pass.
     """
     config = model.config.get_text_config(decoder=True)
-    attention = original_attention(config)
-    if attention not in MASKED_ATTENTION:
+    attention, (kinds, _) = original_attention(config), masked_kinds(layer_kinds(config))
+    if kinds and attention not in MASKED_ATTENTION:
         raise ValueError(
             f"the {role} {type(model).__name__} uses attn_implementation={attention!r}, which takes no explicit "
             f"mask: load it with attn_implementation='sdpa' (or 'eager'), or pass specbranch=False"
         )
-    if unknown := set(layer_kinds(config)) - {FULL, SLIDING}:
+    if unknown := set(kinds) - {FULL, SLIDING}:
         raise ValueError(
             f"the {role} {type(model).__name__} has layers of type {', '.join(sorted(unknown))}, and only full and "
-            f"sliding-window attention can be rolled back: pass specbranch=False"
+            f"sliding-window attention and recurrent layers can be rolled back: pass specbranch=False"
         )
     state, key = state_of(model), (adapter_state(model), model.dtype, attention)
     makers = state.mask_makers
@@ -72,7 +69,9 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
             makers[key] = MaskMaker(model, kept)
         if key not in makers:
             with torch.no_grad(), evaluating(model):
-                ordinary = _ordinary_runs(model, role)
+                rolls_back = any(map(is_recurrent, layer_kinds(config)))
+                texts = rollback_texts(CONTEXT) if rolls_back else query_texts()
+                ordinary = ordinary_runs(model, role, texts, rolls_back)
                 maker = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types"), ordinary))
                 maker.optional = model.device.type == "cpu" and _runs_unmasked(model, maker, ordinary)
                 makers[key] = maker
@@ -83,11 +82,13 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
 
 def _find_form(model: PreTrainedModel, role: str, typed: bool, ordinary: Ordinary) -> bool:
     """Return whether the model takes its masks by layer type; raise if it obeys neither form."""
+    rolls_back = any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True))))
     failure: Exception | None = None
     found: list[str] = []
     for by_layer_type in (True, False) if typed else (False, True):
         try:
-            fault = _Probe(model, MaskMaker(model, by_layer_type), ordinary).fault()
+            masks = MaskMaker(model, by_layer_type)
+            fault = _rollback_fault(model, masks, ordinary) if rolls_back else _Probe(model, masks, ordinary).fault()
             if not fault:
                 return by_layer_type
             found.append(fault)
@@ -96,11 +97,12 @@ def _find_form(model: PreTrainedModel, role: str, typed: bool, ordinary: Ordinar
     if not found:
         raise ValueError(
             f"the {role} {type(model).__name__} fails with an explicit attention mask and a cache that is addressed by "
-            f"slot ({type(failure).__name__}: {_first_line(failure)}): check its config, or pass specbranch=False"
+            f"slot ({type(failure).__name__}: {first_line(failure)}): check its config, or pass specbranch=False"
         ) from failure
     raise ValueError(
         f"the {role} {type(model).__name__} does not compute the same logits under an explicit attention mask "
-        f"({found[0]}), so branches cannot share its cache: choose another model, or pass specbranch=False"
+        f"({found[0]}), so {'drafts cannot be rolled back' if rolls_back else 'branches cannot share its cache'}: "
+        f"choose another model, or pass specbranch=False"
     )
 
 
@@ -110,7 +112,7 @@ def _runs_unmasked(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary)
     The second pass reads a slot that the length of the cache does not count: a model that derives positions, or a mask
     of its own, from that length gets them wrong.
     """
-    if masks.window is not None or masks.additive:
+    if masks.window is not None or masks.additive or masks.no_masks:
         return False
     runner, text = EagerRunner(model, masks), ordinary.texts[:1]
     positions = torch.arange(text.shape[1], device=text.device)[None]
@@ -121,52 +123,15 @@ def _runs_unmasked(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary)
             step = runner.forward(text[:, here], positions[:, here], positions[:, here], at + 1)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
-    return bool(_rms(step.logits[0, 0].float() - ordinary.last_logits) <= MOST_ALONE * ordinary.noise)
+    return bool(rms(step.logits[0, 0].float() - ordinary.logits[0, 1]) <= MOST_ALONE * ordinary.noise)
 
 
-class Ordinary(NamedTuple):
-    """The logits of two runs of the model as transformers runs it."""
-
-    texts: Tensor  # [R, CONTEXT + 2] the same context, a different query in each, and one more token
-    query_logits: Tensor  # [R, V] after the query
-    last_logits: Tensor  # [V] after the first text
-    noise: Tensor  # root mean square difference between the two runs
-
-
-def _ordinary_runs(model: PreTrainedModel, role: str) -> Ordinary:
-    embedding = model.get_input_embeddings().weight
-    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size, embedding.shape[0])
-    texts = torch.empty((REFERENCES, CONTEXT + 2), dtype=torch.long, device=embedding.device)
-    texts[:, :CONTEXT] = _tokens(0, CONTEXT, texts)
-    texts[:, CONTEXT] = _tokens(CONTEXT, REFERENCES, texts)
-    texts[:, CONTEXT + 1] = _tokens(CONTEXT + 1, REFERENCES, texts)
-    texts %= vocabulary
-    extra = quiet_arguments(model)
-    try:
-        whole = model(input_ids=texts, use_cache=False, **extra).logits
-        noise = NOISE_IN_FLOAT32 * whole.float().std()
-        if whole.dtype in HALF_PRECISION:
-            past = model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra).past_key_values
-            second = model(input_ids=texts[:, CONTEXT:-1], past_key_values=past, **extra).logits
-            # Two runs may agree to the last bit, although their logits are rounded.
-            least = 2 * torch.finfo(whole.dtype).eps * _rms(whole)
-            noise = torch.maximum(_rms(whole[:, CONTEXT].float() - second[:, 0]), least)
-    except Exception as error:  # any error here is the model's own
-        raise ValueError(
-            f"the {role} {type(model).__name__} fails on an ordinary pass over {CONTEXT + 2} tokens "
-            f"({type(error).__name__}: {_first_line(error)}): check its config, or pass specbranch=False"
-        ) from error
-    if not bool(torch.isfinite(whole).all()):
-        raise ValueError(
-            f"the {role} {type(model).__name__} computes logits that are not finite: check its weights and its dtype "
-            f"({model.dtype})"
-        )
-    if bool(noise > MOST_NOISE * whole.float().std()):
-        raise ValueError(
-            f"the {role} {type(model).__name__} computes with its cache other logits than without: check its config, "
-            f"or pass specbranch=False"
-        )
-    return Ordinary(texts, whole[:, CONTEXT].float(), whole[0, CONTEXT + 1].float(), noise)
+def _rollback_fault(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> str:
+    """Return what is wrong with a model with recurrent layers after a rollback; empty if nothing is."""
+    distance = max(FEWEST_SLOTS, _largest_window(model))
+    ours = rolled_back_logits(EagerRunner(model, masks), ordinary.texts, CONTEXT, distance)
+    ratios = (ours - ordinary.logits).square().mean(-1).sqrt() / ordinary.noise
+    return _too_far(float(ratios.flatten().median()), float(ratios.max()))
 
 
 class _Probe:
@@ -259,8 +224,8 @@ class _Probe:
     def _same(self, before: Tensor, now: Tensor, again: Callable[[], Tensor]) -> bool:
         """Return whether the first queries kept their logits, up to the difference between two repeated passes."""
         first = slice(REFERENCES if before.ndim == 2 else None)
-        difference = _rms(now[first] - before[first])
-        return not bool(difference > 0) or bool(difference <= 2 * _rms(again()[first] - again()[first]))
+        difference = rms(now[first] - before[first])
+        return not bool(difference > 0) or bool(difference <= 2 * rms(again()[first] - again()[first]))
 
     def _blind_layers(self, before: Tensor, changed: Tensor) -> list[int]:
         """Return the layers in which a query does not depend on its far slot although it depends on its near slot."""
@@ -277,15 +242,20 @@ class _Probe:
     def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
         """Return how far the logits are from an ordinary run; empty if they are within the limits."""
         ordinary = self.ordinary
-        rows = zip(queries, ordinary.query_logits)
-        ratios = torch.stack([_rms(ours - plain) for ours, plain in rows]) / ordinary.noise
-        median, single = float(ratios.median()), float(_rms(alone - ordinary.last_logits) / ordinary.noise)
-        if median <= MOST_BY_MEDIAN and single <= MOST_ALONE:
-            return ""
-        return (
-            f"they differ from those of an ordinary run {max(median, single):.1f} times as much as two ordinary runs "
-            f"differ from each other"
-        )
+        rows = zip(queries, ordinary.logits[:, 0])
+        ratios = torch.stack([rms(ours - plain) for ours, plain in rows]) / ordinary.noise
+        median, single = float(ratios.median()), float(rms(alone - ordinary.logits[0, 1]) / ordinary.noise)
+        return _too_far(median, single)
+
+
+def _too_far(median: float, single: float) -> str:
+    """Return how far logits are from an ordinary run, in units of the noise; empty if they are within the limits."""
+    if median <= MOST_BY_MEDIAN and single <= MOST_ALONE:
+        return ""
+    return (
+        f"they differ from those of an ordinary run {max(median, single):.1f} times as much as two ordinary runs "
+        f"differ from each other"
+    )
 
 
 def _some(layers: list[Any]) -> list[Any]:
@@ -313,13 +283,8 @@ def _noise_like(states: Tensor) -> Tensor:
     """Return random numbers of the same shape and scale; the global generator is not used."""
     generator = torch.Generator(states.device).manual_seed(0)
     noise = torch.randn(states.shape, generator=generator, device=states.device)
-    scale = _rms(states.flatten())
+    scale = rms(states.flatten())
     return (noise * torch.where(scale > 0, scale, 1.0)).to(states.dtype)
-
-
-def _rms(values: Tensor) -> Tensor:
-    """Return the root mean square of all values, a scalar."""
-    return values.float().square().mean().sqrt()
 
 
 def _largest_window(model: PreTrainedModel) -> int:
@@ -327,11 +292,3 @@ def _largest_window(model: PreTrainedModel) -> int:
     settings = model.config.get_text_config(decoder=True).to_dict()
     sizes = [size for name, size in settings.items() if "window" in name and isinstance(size, int)]
     return min(max(sizes, default=0), LARGEST_WINDOW)
-
-
-def _tokens(first: int, count: int, like: Tensor) -> Tensor:
-    return 7 * torch.arange(first, first + count, device=like.device) + 1
-
-
-def _first_line(error: Exception | None) -> str:
-    return (str(error).splitlines() or [""])[0]
