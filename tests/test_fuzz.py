@@ -24,7 +24,7 @@ def test_many_random_cases_equal_plain_generate():
 
 @pytest.mark.compat
 def test_random_cases_of_recurrent_models_equal_plain_generate():
-    found = [fuzz.check(seed=0, number=number, families=fuzz.RECURRENT)[0] for number in range(CASES)]
+    found = [fuzz.check(seed=0, number=number, families=fuzz.RECURRENT)[0] for number in range(CASES // 3)]
     assert not any(found), next(filter(None, found))
 
 
