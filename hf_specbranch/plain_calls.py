@@ -15,7 +15,7 @@ from .runtime.selection import masks_for, why_not_captured
 
 
 def why_left_alone(target: PreTrainedModel, settings: MergedSettings) -> str:
-    """Return why a call for which nobody has asked for speculation is left to transformers; empty if it is not.
+    """Return why a call without any setting or draft of ours is left to transformers; empty if it is not.
 
     Decoding without a draft is to be faster than plain `generate()` and nothing else: where it would not be, or where a
     check of a target refuses it, plain `generate()` runs.

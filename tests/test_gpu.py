@@ -151,7 +151,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # Once per round after the first, and for the copy of the prompt, which arrived with the first token.
-    assert len(waits) == model.specbranch_stats.target_forwards - 1 + 1
+    assert len(waits) == (model.specbranch_stats.target_forwards - 1) + 1
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,22 @@ def test_small_deviations_are_not_re_evaluated():
     assert known.ratios != before
 
 
+def test_planning_takes_little_of_the_time():
+    """Texts that differ from the prediction, one after the other, are evaluated only as often as that is cheap."""
+    known = Knowledge()
+    planner = planner_for(ALWAYS, known)
+    segments, segment = next_segment(planner, ALWAYS)
+    timing = timing_of(segment, ALWAYS)
+    off = timing._replace(tokens=0.3 * timing.tokens)
+    planner.agreements = lambda: pytest.fail("it was re-evaluated")
+    known.evaluation_seconds, known.unplanned_seconds = timing.seconds, 0.0
+    assert segments.send(off).plan == segment.plan
+    planner.agreements = lambda: [ALWAYS]
+    known.unplanned_seconds, known.ratios = 1.01 * timing.seconds / online.MOST_PLANNING, {}
+    segments.send(off)
+    assert known.ratios and known.unplanned_seconds == 0 < known.evaluation_seconds
+
+
 def test_autoregressive_choice_is_re_evaluated_ever_more_rarely():
     known, evaluations = Knowledge(), []
     for generation in range(40):

@@ -72,6 +72,17 @@ def test_sizes_allow_capture():
     assert prefill.MOST <= MOST_QUERIES and prefill.MOST % prefill.STEP == 0 and prefill.STEP <= SPARE_SLOTS
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "captured"),
+    [(1, 2400, {512, 1024}), (2, 300, {512}), (2, 4581, set()), (8, 65, {128}), (8, 300, set()), (16, 60, {64})],
+)
+def test_prompts_of_any_length_need_few_captured_sizes(rows, length, captured):
+    """The end of a long text is not captured in a size of its own."""
+    sizes = {size for size, _ in prefill.passes(rows, length, takes_spans=True)}
+    assert sizes & set(prefill.captured_sizes(rows, takes_spans=True)) == captured
+    assert sum(count for _, count in prefill.passes(rows, length, takes_spans=True)) == length
+
+
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 32)])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 512, 513])
 def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):

@@ -756,7 +756,7 @@ def assert_same_as_without(model, plain, draft, kwargs, plan, monkeypatch):
 def test_generations_equal_plain_and_eager(policy, rows, target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows)
     assert_same_as_without(attached(plain), plain, draft, kwargs, {"policy": policy, **PLANS[policy]}, monkeypatch)
-    assert (True, True, True) in parts_used
+    assert parts_used[-2] == (True, True, True)  # before it a batch may be checked; after it comes the eager runtime
 
 
 @where_kernels_run
@@ -788,7 +788,7 @@ def test_a_round_started_after_the_end_counts_nowhere(policy, most, target, monk
 def test_generations_with_processors(policy, target, parts_used, monkeypatch):
     plain, draft, kwargs = pair_and_prompt(target, rows=1, repetition_penalty=1.3)
     assert_same_as_without(attached(plain), plain, draft, kwargs, {"policy": policy, **PLANS[policy]}, monkeypatch)
-    assert (True, True, True) in parts_used
+    assert parts_used[-2] == (True, True, True)
 
 
 @where_kernels_run
@@ -801,7 +801,7 @@ def test_drawn_texts_are_repeatable(target, parts_used, monkeypatch):
         torch.manual_seed(seed)
         texts.append(generate(attached(plain), draft, kwargs, plan, monkeypatch)[0])
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
-    assert (True, True, True) in parts_used
+    assert parts_used == [(True, True, True)] * 3
 
 
 class DryRunBuffers(Buffers):

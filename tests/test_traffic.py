@@ -122,6 +122,13 @@ def test_every_call_is_made_and_has_full_length(finished):
     assert not hasattr(benchmark.pair.target.generation_config, "specbranch")
 
 
+def test_steady_time_is_of_the_same_text(finished):
+    benchmark, _ = finished
+    texts = {call.item: call.new for replay in benchmark.replays.values() for call in replay.calls}
+    assert benchmark.steady and all(call.new == texts[item] for item, call in benchmark.steady.items())
+    assert not any(call.stats.reused_tokens for call in benchmark.steady.values())
+
+
 def test_steady_time_is_of_the_same_lengths(finished):
     benchmark, _ = finished
     for item, call in benchmark.steady.items():

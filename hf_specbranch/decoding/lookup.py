@@ -5,8 +5,8 @@ compared with them (`acceptance.accept_choices`), so greedy and sampled texts st
 
 In every round the host decides how many tokens to propose (`Lookup.choose`): by the length of the match, by how often
 such matches were right so far, and by what a wider pass costs. Without a promising match the target's pass reads one
-token, as if there were no lookup. Where stages are captured, the tokens are found on the device, since the host is a
-round behind; elsewhere the host has them already.
+token, as if there were no lookup. Where stages are captured, the tokens are found on the device, since the host has not
+read the last round yet; elsewhere the host has them already.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class LookupBesideDraft:
         self.name = drafter.name
         self.device, self.depth, self.same_every_round = drafter.device, drafter.depth, drafter.same_every_round
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
-        self.behind = 0  # the most tokens that were committed since the draft model has read the text
+        self.unread = 0  # the most tokens that were committed since the draft model has read the text
 
     def prefill(self, length: int) -> None:
         self.drafter.prefill(length)
@@ -54,11 +54,11 @@ class LookupBesideDraft:
             if self.current is self.drafter:
                 self._run("leave", lambda: self._leave(feedback))
             self.current, self.name = self.lookup, self.lookup.name
-            self.behind += count + 1
+            self.unread += count + 1
             return self.lookup.look_up(count)
         if self.current is self.lookup:
             self._resume(feedback, reached)
-        self.current, self.name, self.behind = self.drafter, self.drafter.name, 0
+        self.current, self.name, self.unread = self.drafter, self.drafter.name, 0
         return self.drafter.propose(feedback, reached)
 
     def branch(self, reached: int) -> BranchStarts:
@@ -97,7 +97,7 @@ class LookupBesideDraft:
         if not self.drafter.round.static_shapes:
             return  # it reads what it has not read when it drafts
         shown = self.drafter._slots_shown(reached)
-        for _ in range(-(-self.behind // CHUNK)):
+        for _ in range(-(-self.unread // CHUNK)):
             self._run(("read", shown), lambda: self._read(feedback, shown))
 
     def _take_text(self, feedback: Feedback) -> None:

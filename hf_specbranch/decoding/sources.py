@@ -68,7 +68,7 @@ class Sources:
         return LookupBesideDraft(drafter, lookup, self.step_costs(max(parts.text.lengths)))
 
     def _may_look_up_beside(self, policy: Policy) -> bool:
-        """Whether looked-up tokens may replace drafts: rows have none pending, and nobody else follows the drafts."""
+        """Whether looked-up tokens may replace drafts: rows have none pending, and no hook follows drafts."""
         recurrent = self.draft_runner is not None and self.draft_runner.is_recurrent  # rows cannot catch up apart
         alone = self.call.rows == 1 or not (policy.drafts_ahead or recurrent)
         return policy.drafts_first and alone and not (self.guided or self.in_step or self.given.hooks)

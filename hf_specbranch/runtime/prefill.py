@@ -27,7 +27,8 @@ def can_prefill(runner: EagerRunner, tokens: Tensor, padded: bool) -> bool:
     """Return whether `prefill` can read a text [B, P], with padding on the left or without."""
     if runner.takes_spans:
         return tokens.shape[1] > 0
-    return not padded and tokens.shape[1] > 0 and _fits_one_pass(tokens)
+    rows, length = tokens.shape
+    return not padded and length > 0 and rows * padded_length(length, rows) <= MOST
 
 
 def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int = 0) -> Tensor:
@@ -41,37 +42,33 @@ def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tenso
         start: how many tokens have their keys and values in the cache already.
     """
     rows, length = tokens.shape
-    left = length - start
-    if rows == 1 and runner.takes_spans:
-        sizes = passes(left)
-    elif _fits_one_pass(tokens[:, start:]):
-        sizes = iter([(padded_length(left, rows), left)])
-    else:
-        columns = max(1, LONG_PASS // rows)
-        sizes = ((min(columns, left - begin),) * 2 for begin in range(0, left, columns))
-    for size, count in sizes:
+    for size, count in passes(rows, length - start, runner.takes_spans):
         logits = _read(runner, tokens[:, start : start + count], positions, first, start, size)
         start += count
     return logits
 
 
-def _fits_one_pass(tokens: Tensor) -> bool:
-    """Return whether a captured pass can read tokens [B, N] and their padding."""
-    return tokens.shape[0] * padded_length(tokens.shape[1], tokens.shape[0]) <= MOST
-
-
-def passes(count: int) -> Iterator[tuple[int, int]]:
+def passes(rows: int, count: int, takes_spans: bool) -> Iterator[tuple[int, int]]:
     """Yield the size of each pass over so many tokens, and how many of these it reads; the rest is padding.
 
     Example:
-        >>> list(passes(2400))
+        >>> list(passes(1, 2400, takes_spans=True))
         [(512, 352), (1024, 1024), (1024, 1024)]
+        >>> list(passes(8, 65, takes_spans=True)), list(passes(2, 4581, takes_spans=True))
+        ([(128, 65)], [(4096, 4096), (485, 485)])
     """
-    full, rest = divmod(count, SIZES[-1])
-    if rest:
-        yield next(size for size in SIZES if rest <= size), rest
-    for _ in range(full):
-        yield SIZES[-1], SIZES[-1]
+    if rows == 1 and takes_spans:
+        full, rest = divmod(count, SIZES[-1])
+        if rest:
+            yield next(size for size in SIZES if rest <= size), rest
+        for _ in range(full):
+            yield SIZES[-1], SIZES[-1]
+    elif rows * padded_length(count, rows) <= MOST:
+        yield padded_length(count, rows), count
+    else:
+        columns = max(1, LONG_PASS // rows)
+        for begin in range(0, count, columns):
+            yield (min(columns, count - begin),) * 2
 
 
 def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int, size: int) -> Tensor:
@@ -90,7 +87,7 @@ def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor,
     seen = torch.ones((rows, start + size), dtype=torch.bool, device=tokens.device)
     visible = runner.visible(make_spans(first, slots + 1), start + size, seen)
     tokens = pad(tokens, (size - count, 0))
-    captured = rows * size <= MOST and size % step_of(rows) == 0  # the end of a long text has any other size
+    captured = size in captured_sizes(rows, runner.takes_spans)  # the end of a long text has any other size
     forward = runner.forward if captured else runner.forward_uncaptured
     return forward(tokens, positions, slots, visible, **runner.last_logits_only).logits[:, -1:]
 
