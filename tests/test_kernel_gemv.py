@@ -1,0 +1,101 @@
+"""Products of a few rows without tensor cores: kernels equal references, with what comes before and after a product."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hf_specbranch.kernels.activation import activate
+from hf_specbranch.kernels.gated import gated_reference
+from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, Around, fits, gemv, kernel_takes
+from hf_specbranch.kernels.linear import linear_reference
+from hf_specbranch.kernels.norm import GEMMA, LAYER_NORM, PLAIN, WIDE, Norm, add_norm_reference, norm_reference
+from hf_specbranch.kernels.quantised import quantised_reference
+
+from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
+from .quantised import KINDS, groups_of, random_packed
+
+rows = st.integers(1, MOST_ROWS)
+plans = st.sampled_from(GEMV_PLANS)
+
+
+def random_weight(columns, depth, dtype):
+    return randn(columns, depth, dtype=dtype) / depth**0.5
+
+
+@on_kernels
+@given(dtypes, seeds, rows, st.integers(1, 70), st.integers(1, 300), st.booleans(), plans)
+@example(torch.float16, 0, 1, 33, 256, True, GEMV_PLANS[1])  # whole steps
+@example(torch.float16, 0, 3, 8, 112, False, GEMV_PLANS[0])  # 896, the width of a small draft
+def test_kernel_gemv(dtype, seed, rows, columns, eighths, biased, plan):
+    torch.manual_seed(seed)
+    x, weight = randn(rows, 8 * eighths, dtype=dtype), random_weight(columns, 8 * eighths, dtype)
+    bias = randn(columns, dtype=dtype) if biased else None
+    assert fits(x, weight, bias, plan)
+    assert_close(gemv(x, weight, bias, plan), linear_reference(x, weight, bias))
+
+
+@on_kernels
+@given(dtypes, rows, st.integers(1, 300), st.sampled_from([PLAIN, WIDE, GEMMA]), st.sampled_from([1.0, 0.25]), plans)
+def test_kernel_gemv_in_a_layer(dtype, rows, eighths, form, scale, plan):
+    """The norm before a product and the residual after it are rounded as in separate kernels."""
+    torch.manual_seed(eighths)
+    depth = 8 * eighths
+    x, weight, residual = randn(rows, depth, dtype=dtype), random_weight(40, depth, dtype), randn(rows, 40, dtype=dtype)
+    norm = Norm(randn(depth, dtype=dtype), 1e-5, form)
+    product = linear_reference(norm_reference(x, norm), weight, None)
+    _, expected = add_norm_reference(product, residual, None, scale=scale)
+    assert_close(gemv(x, weight, None, plan, Around(norm, residual=residual, scale=scale)), expected)
+    gated = gated_reference(product, "silu")
+    assert_close(gemv(x, weight, None, plan, Around(norm, gate="silu")), gated)
+    assert_close(gemv(x, weight, None, plan, Around(norm, activation="relu2")), activate(product, "relu2"))
+
+
+@on_kernels
+@given(st.sampled_from(KINDS), dtypes, seeds, rows, st.integers(1, 9), st.booleans(), plans, st.integers(0, 3))
+@example("float8", torch.float16, 0, 3, 9, True, GEMV_PLANS[1], 0)
+@example("int8", torch.float16, 0, 1, 9, False, GEMV_PLANS[0], 1)
+@example("asymmetric", torch.float32, 0, 2, 3, True, GEMV_PLANS[1], 1)
+@example("shift", torch.float32, 0, 2, 9, True, GEMV_PLANS[2], 2)
+@example("symmetric", torch.float16, 0, 4, 9, False, GEMV_PLANS[3], 3)
+def test_kernel_quantised_gemv(kind, dtype, seed, rows, words, biased, plan, size):
+    torch.manual_seed(seed)
+    depth = 1024
+    sizes = groups_of(kind, depth)
+    packed, _ = random_packed(kind, 8 * words, depth, sizes[size % len(sizes)], dtype, DEVICE)
+    x, bias = randn(rows, depth, dtype=dtype), randn(8 * words, dtype=dtype) if biased else None
+    if not kernel_takes(packed):
+        assert kind in ("gptq", "mxfp4", "nf4") or packed.group < 32
+        return
+    assert fits(x, packed, bias, plan)
+    assert_close(gemv(x, packed, bias, plan), quantised_reference(x, packed, bias))
+
+
+@on_kernels
+@given(plans)
+def test_gemv_refuses_what_it_cannot_compute(plan):
+    x, weight = randn(1, 64), random_weight(8, 64, torch.float32)
+    assert fits(x, weight, None, plan)
+    assert not fits(randn(5, 64), weight, None, plan)
+    assert not fits(randn(1, 62), weight[:, :62], None, plan)
+    assert not fits(x, weight.T.contiguous().T, None, plan)
+    assert not fits(x, weight, None, plan, Around(Norm(randn(64), 1e-5, LAYER_NORM)))
+    assert not fits(x, weight, None, plan, Around(Norm(randn(64), 1e-5, WIDE, randn(64))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["float8", "int8", "symmetric", "asymmetric", "shift"])
+def test_error_of_quantised_gemv(kind):
+    """Our error against the float32 product is at most 1.1 times that of bfloat16 weights and a bfloat16 product."""
+    torch.manual_seed(0)
+    for group in groups_of(kind, 4096):
+        packed, dense = random_packed(kind, 512, 4096, group, torch.bfloat16, "cuda")
+        if not kernel_takes(packed):
+            continue
+        dense, x = dense.cuda(), torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ dense.double().T
+        errors = [
+            (each.double() - exact).norm()
+            for each in (gemv(x, packed, None, GEMV_PLANS[1]), x @ dense.to(torch.bfloat16).T)
+        ]
+        assert errors[0] <= 1.1 * errors[1], (group, errors)
