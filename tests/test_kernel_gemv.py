@@ -9,6 +9,14 @@ from hf_specbranch.kernels.activation import activate
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, Around, fits, gemv, kernel_takes
 from hf_specbranch.kernels.linear import linear_reference
+from hf_specbranch.kernels.lora import (
+    lora_fits,
+    lora_gated_product,
+    lora_gated_reference,
+    lora_product,
+    lora_reference,
+)
+from hf_specbranch.kernels.low_rank import LowRank
 from hf_specbranch.kernels.norm import GEMMA, LAYER_NORM, PLAIN, WIDE, Norm, add_norm_reference, norm_reference
 from hf_specbranch.kernels.quantised import quantised_reference
 
@@ -69,6 +77,35 @@ def test_kernel_quantised_gemv(kind, dtype, seed, rows, words, biased, plan, siz
         return
     assert fits(x, packed, bias, plan)
     assert_close(gemv(x, packed, bias, plan), quantised_reference(x, packed, bias))
+
+
+@on_kernels
+@given(dtypes, rows, st.integers(1, 20), st.booleans(), st.booleans(), plans)
+@example(torch.float16, 3, 16, True, True, GEMV_PLANS[1])
+@example(torch.float32, 1, 5, False, False, GEMV_PLANS[0])
+def test_kernel_gemv_with_adapters(dtype, rows, rank, wide, gated, plan):
+    """Adapters of the first and the last of three layers, or of gate and up; the one between them has none."""
+    torch.manual_seed(rank)
+    depth, sizes = 640, (32, 32) if gated else (40, 16, 24)
+    starts = (0, 32) if gated else (0, 56)
+    x, weight = randn(rows, depth, dtype=dtype), random_weight(sum(sizes), depth, dtype)
+    kind = torch.float32 if wide else dtype
+    terms = LowRank(
+        tuple(random_weight(rank, depth, kind) for _ in starts),
+        tuple(randn(size, rank, dtype=kind) for size in (sizes[0], sizes[-1])),
+        (0.5, 2.0),
+        starts,
+    )
+    assert lora_fits(x, weight, None, terms, plan)
+    if gated:
+        expected = lora_gated_reference(x, weight, None, terms, "silu")
+        assert_close(lora_gated_product(x, weight, None, terms, plan, "silu"), expected)
+    else:
+        bias, residual = randn(sum(sizes), dtype=dtype), randn(rows, sum(sizes), dtype=dtype)
+        expected = lora_reference(x, weight, bias, terms)
+        assert_close(lora_product(x, weight, bias, terms, plan), expected)
+        added = gemv(x, weight, bias, plan, Around(residual=residual, terms=terms))
+        assert_close(added, add_norm_reference(expected, residual, None)[1])
 
 
 @on_kernels

@@ -62,6 +62,126 @@ def epilogue_constants(inner: Tensor, terms: LowRank) -> dict[str, int]:
     return {"TERMS": len(terms.downs), "PARTIALS": inner.shape[0], "RANK": inner.shape[3]}
 
 
+def inner_rows(flat: Tensor, terms: LowRank) -> Tensor:
+    """Return x A^T [T, rows, r] for each term in float32, for few rows of x: one program for each element."""
+    (rows, depth), (rank, count) = flat.shape, (terms.downs[0].shape[0], len(terms.downs))
+    inner, first = flat.new_empty((count, rows, rank), dtype=torch.float32), terms.downs[0]
+    block = min(4096, power_of_two(depth))
+    _inner_rows_kernel[(rank, rows, count)](
+        flat, *terms.downs, *[first] * (MOST_TERMS - count), inner, depth, flat.stride(0),
+        BLOCK=block, num_warps=max(1, block // 512), **dependent_launch(flat.device),
+    )  # fmt: skip
+    return inner
+
+
+def add_terms_reference(product: Tensor, x: Tensor, terms: LowRank) -> Tensor:
+    """Add the terms to a product [..., N] of x [..., K], in float32 and rounded once."""
+    wide = product.float()
+    for down, up, scale, start in zip(*terms):
+        wide[..., start : start + len(up)] += x.float() @ down.float().T @ up.float().T * scale
+    return wide.to(product.dtype)
+
+
+@varying()
+def _inner_rows_kernel(
+    x: Value,
+    first: Value,
+    second: Value,
+    third: Value,
+    inner: Value,
+    depth: Value,
+    x_row: Value,
+    BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    launch_dependents(PDL)
+    index, row, term = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rank, rows = tl.num_programs(0), tl.num_programs(1)
+    down = first
+    if term == 1:
+        down = second
+    if term == 2:
+        down = third
+    place = tl.arange(0, BLOCK)
+    left, right = down + index * depth + place, x + row * x_row + place
+    weights = tl.load(left, mask=place < depth, other=0.0)
+    wait_for_dependencies(PDL)
+    result = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, depth, BLOCK):
+        left += BLOCK
+        following = tl.load(left, mask=place < depth - start - BLOCK, other=0.0)
+        states = tl.load(right, mask=place < depth - start, other=0.0)
+        result += weights.to(tl.float32) * states.to(tl.float32)
+        right += BLOCK
+        weights = following
+    tl.store(inner + (term * rows + row) * rank + index, tl.sum(result, 0))
+
+
+@jit
+def rows_of_up(
+    n: Value,
+    up_0: Value,
+    scale_0: Value,
+    start_0: Value,
+    end_0: Value,
+    up_1: Value,
+    scale_1: Value,
+    start_1: Value,
+    end_1: Value,
+    up_2: Value,
+    scale_2: Value,
+    start_2: Value,
+    end_2: Value,
+    rank: Value,
+    TERMS: constexpr,
+    RANK: constexpr,
+) -> Value:
+    """Return scale * B for the columns `n` of a product: [STRIP, RANK], each row from the term that its column has."""
+    result = tl.zeros((n.shape[0], RANK), tl.float32)
+    if TERMS > 0:
+        result += _rows_of_term(n, up_0, scale_0, start_0, end_0, rank, RANK)
+    if TERMS > 1:
+        result += _rows_of_term(n, up_1, scale_1, start_1, end_1, rank, RANK)
+    if TERMS > 2:
+        result += _rows_of_term(n, up_2, scale_2, start_2, end_2, rank, RANK)
+    return result
+
+
+@jit
+def _rows_of_term(n: Value, up: Value, scale: Value, start: Value, end: Value, rank: Value, RANK: constexpr) -> Value:
+    index = tl.arange(0, RANK)
+    inside = ((n >= start) & (n < end))[:, None] & (index < rank)[None, :]
+    place = (n - start).to(tl.int64)[:, None] * rank + index[None, :]
+    return tl.load(up + place, mask=inside, other=0.0).to(tl.float32) * scale
+
+
+@jit
+def times_inner(
+    up: Value,
+    inner: Value,
+    row: constexpr,
+    rows: Value,
+    n: Value,
+    start_1: Value,
+    start_2: Value,
+    rank: Value,
+    TERMS: constexpr,
+    RANK: constexpr,
+) -> Value:
+    """Multiply rows of B from `rows_of_up` by x A^T of one row of x: [STRIP]."""
+    if TERMS == 0:
+        return 0.0
+    else:
+        index = tl.arange(0, RANK)
+        term = n * 0
+        if TERMS > 1:
+            term += (n >= start_1).to(tl.int32)
+        if TERMS > 2:
+            term += (n >= start_2).to(tl.int32)
+        place = (term * rows + tl.minimum(row, rows - 1))[:, None] * rank + index[None, :]
+        return tl.sum(up * tl.load(inner + place, mask=(index < rank)[None, :], other=0.0), 1)
+
+
 @varying("rows")
 def _inner_kernel(
     x: Value,
