@@ -52,8 +52,9 @@ class SpecBranchStats:
         tree_leaf_hits: tree leaves that were accepted; each brings one more token.
         acceptance_histogram: entry `i` counts the verifications that accepted `i` draft tokens.
         sources: for each source of drafts, how many tokens it has drafted and how many of them were accepted.
-        draft_seconds: time of drafting that could overlap with the target.
-        hidden_seconds: the part of `draft_seconds` during which the target ran.
+        draft_seconds: time spent drafting: before the target's passes, and while they ran.
+        hidden_seconds: the part of `draft_seconds` during which the target ran on another device or stream. 0 where both
+            models share a CPU: there each slows the other down, and overlap saves no time.
         plans: what `policy="auto"` chose, predicted and measured, plan by plan.
         time_to_first_token: seconds from the call to the first token.
         total_seconds: seconds of the whole call, `capture_seconds` included.
@@ -125,7 +126,7 @@ class SpecBranchStats:
 
     @property
     def hidden_fraction(self) -> float:
-        """Fraction of the overlappable drafting time during which the target ran."""
+        """Fraction of the drafting time during which the target ran: hidden_seconds / draft_seconds."""
         return _ratio(self.hidden_seconds, self.draft_seconds)
 
     @property
@@ -160,14 +161,11 @@ class SpecBranchStats:
             yield f"rejection branches hit: {self.rejection_hits} of {self.rejection_points}"
         if self.tree_leaves:
             yield f"tree leaves accepted: {self.tree_leaf_hits} of {self.tree_leaves}"
-        if self.draft_seconds:
+        if self.hidden_seconds:
             yield f"drafting hidden: {self.hidden_fraction:.0%}"
         if self.plans:
             last = self.plans[-1]
-            predicted = last["predicted_tokens_per_second"]
-            expected = "" if predicted is None else f" ({predicted:.0f} predicted)"
-            speed = f"{last['tokens_per_second']:.0f} per second{expected}"
-            yield f"last plan of {len(self.plans)}: {last['plan']}: {speed}"
+            yield f"last plan of {len(self.plans)}: {last['plan']}: {last['tokens_per_second']:.0f} per second"
         if self.reused_tokens:
             yield f"{self.reused_tokens} tokens of the prompt were still in memory and not read again"
         if self.graphs_captured or self.capture_seconds:

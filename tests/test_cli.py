@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 
@@ -227,18 +228,39 @@ def test_later_turns_reuse_the_cache(template):
         assert turn == 0 or before - 2 <= chat.kept < length
 
 
-def test_interrupted_answer_changes_nothing():
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with a template"])
+def test_interrupted_answer_is_kept_so_far(template):
     target, draft, tokenizer = load_demo_pair()
-    arguments = {"max_new_tokens": 5, "do_sample": False}
+    tokenizer.chat_template = template
+    arguments = {"max_new_tokens": 24, "do_sample": False}
 
     class Impatient:
+        seen = 0
+
         def put(self, tokens):
-            if tokens.dim() == 1:  # not the prompt
+            self.seen += len(tokens) if tokens.dim() == 1 else 0  # not the prompt
+            if self.seen > 4:
                 raise KeyboardInterrupt
 
-    chats = [Conversation(specbranch(target, draft=draft), tokenizer, arguments) for _ in range(2)]
-    for chat in chats:
-        chat.answer(PROMPT)
+    chat, whole = (Conversation(specbranch(target, draft=draft), tokenizer, arguments) for _ in range(2))
+    for each in (chat, whole):
+        each.answer(PROMPT)
+    streamer = Impatient()
     with pytest.raises(KeyboardInterrupt):
-        chats[0].answer("class Stack:", Impatient())
-    assert chats[0].answer("def sub(a, b):") == chats[1].answer("def sub(a, b):")
+        chat.answer("class Stack:", streamer)
+    answer = whole.answer("class Stack:")
+    said = chat.messages[-1]["content"]
+    assert said and answer.startswith(said) and len(said) < len(answer)
+    chat.answer("def sub(a, b):")
+    length = chat.text.shape[1] - chat.stats[-1].new_tokens
+    alone = target.generate(chat.text[:, :length], attention_mask=torch.ones((1, length)), specbranch=False, **arguments)
+    assert torch.equal(alone, chat.text) and said in tokenizer.decode(chat.text[0])
+
+
+@pytest.mark.parametrize(("module", "command"), [("rich", "--help"), ("torch", "bench")])
+def test_ctrl_c_during_imports_prints_no_traceback(module, command, tmp_path):
+    (tmp_path / f"{module}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    words = [sys.executable, "-c", "from hf_specbranch.__main__ import main; main()", command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.strip() == "interrupted"

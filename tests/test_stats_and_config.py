@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specbranch import SpecBranchConfig, SpecBranchStats
+from hf_specbranch.runtime.overlap import Overlap
 
 from .models import POLICIES, assert_counts_add_up, attached, config, prompt
 
@@ -147,15 +149,35 @@ def test_no_division_by_zero():
     assert figures["rollback_rate"] == figures["tokens_per_second"] == 0.0
 
 
-def test_the_sequential_loop_hides_nothing(target, draft):
+@pytest.mark.parametrize("policy", ["vanilla", "specbranch"])
+def test_draft_seconds_are_the_time_spent_drafting(target, draft, policy):
+    """On one CPU nothing is hidden: both models want the same cores."""
     model = attached(target)
-    for overlap in (False, True):
-        model.generate(
-            **prompt(), max_new_tokens=40, do_sample=False, assistant_model=draft, specbranch=config(overlap=overlap)
-        )
-        stats = model.specbranch_stats
-        assert stats.draft_seconds > 0
-        assert (stats.hidden_fraction > 0) == overlap
+    began, spent = [], []
+    hooks = [
+        draft.register_forward_pre_hook(lambda *_: began.append(time.perf_counter())),
+        draft.register_forward_hook(lambda *_: spent.append(time.perf_counter() - began[-1])),
+    ]
+    settings = config(policy, overlap=policy == "specbranch")
+    model.generate(**prompt(), max_new_tokens=40, do_sample=False, assistant_model=draft, specbranch=settings)
+    for hook in hooks:
+        hook.remove()
+    stats = model.specbranch_stats
+    assert sum(spent[2:]) <= stats.draft_seconds <= stats.total_seconds  # the first ones read the prompt
+    assert stats.hidden_seconds == stats.hidden_fraction == 0 and "hidden" not in str(stats)
+
+
+def test_drafting_during_a_pass_on_another_device_is_hidden():
+    stats = SpecBranchStats()
+    with Overlap(torch.device("cpu"), torch.device("meta"), stats) as overlap:
+        result = overlap.start(time.sleep, 0.02)
+        with overlap.working("branch"):
+            time.sleep(0.01)
+        result()
+        with overlap.working("draft"):
+            time.sleep(0.01)
+        overlap.take()
+    assert 0.005 < stats.hidden_seconds < 0.015 < stats.draft_seconds and "drafting hidden: " in str(stats)
 
 
 def test_generation_leaves_gradient_mode_alone(target, draft):

@@ -14,7 +14,7 @@ from hf_specbranch.cli import app, main
 from hf_specbranch.timeline import chrome_trace, record
 from hf_specbranch.timeline.record import as_if_captured, token_texts
 from hf_specbranch.timeline.recording import BRANCHES, DRAFT, TARGET, Block, Recording
-from hf_specbranch.timeline.waits import Wait, plain_waits, recorded_waits
+from hf_specbranch.timeline.waits import Wait, waits
 
 PROMPT = "def add(a, b):"
 METHODS = {
@@ -142,23 +142,17 @@ def by_hand(blocks):
     return Recording("specbranch", "", [], [], blocks, [9.0], SpecBranchStats())
 
 
-def test_plain_speculation_would_draft_and_verify_in_turns():
+def test_waits_are_the_gaps_in_each_models_work():
     drafted = Block(DRAFT, "draft", 1, 1.0, 2.0, [[0, 1]], forwards=2)
     first = Block(TARGET, "verify", 1, 2.0, 5.0, [[0, 1]], forwards=1)
     ahead = Block(BRANCHES, "draft ahead", 1, 2.0, 4.0, [[2], [3]], forwards=2)
     second = Block(TARGET, "verify", 2, 5.0, 8.0, [[2]], forwards=1)
     recording = by_hand([drafted, first, ahead, second])
-    assert plain_waits(recording) == [
-        Wait(TARGET, 1, 1.0, 2.0),
-        Wait(DRAFT, 1, 2.0, 5.0),
-        Wait(TARGET, 2, 5.0, 5.5),
-        Wait(DRAFT, 2, 5.5, 8.5),
-    ]
-    assert recorded_waits(recording) == {TARGET: 1.0, DRAFT: 4.0}
+    assert waits(recording) == [Wait(TARGET, 1.0, 2.0), Wait(DRAFT, 4.0, 8.0)]
 
 
 def test_without_a_draft_nobody_waits():
-    assert plain_waits(by_hand([Block(TARGET, "verify", 1, 0.0, 1.0, [[]], forwards=1)])) == []
+    assert waits(by_hand([Block(TARGET, "verify", 1, 0.0, 1.0, [[]], forwards=1)])) == []
 
 
 # ---- files

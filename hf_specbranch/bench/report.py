@@ -99,7 +99,7 @@ def row(measurement: Measurement, plain: Measurement | None, ours: Measurement |
         "rollback_rate": stats.rollback_rate if stats and drafted else None,
         "branch_hit_rate": stats.branch_hit_rate if stats and stats.branch_points else None,
         "wasted_per_token": stats.wasted_branch_tokens / max(1, stats.new_tokens) if stats and drafted else None,
-        "hidden_fraction": stats.hidden_fraction if stats and drafted and stats.draft_seconds else None,
+        "hidden_fraction": stats.hidden_fraction if stats and drafted and stats.hidden_seconds else None,
         "gap_p50_ms": None if gaps[0] is None else gaps[0] * 1000,
         "gap_p95_ms": None if gaps[1] is None else gaps[1] * 1000,
         "time_to_first_token_ms": None if first is None else first * 1000,

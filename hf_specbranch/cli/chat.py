@@ -89,7 +89,9 @@ def _answer(line: str, conversation: Conversation, as_json: bool) -> None:
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
-        note("\n(stopped; this turn is discarded)")
+        if streamer is not None:
+            streamer.end()  # prints the rest of what was generated
+        note("(stopped; the conversation goes on from here)")
         return
     if as_json:
         print(json.dumps({"answer": answer, "stats": conversation.stats[-1].to_dict()}), flush=True)

@@ -38,23 +38,39 @@ class Conversation:
         self.stats: list[SpecBranchStats] = []
 
     def answer(self, line: str, streamer: Any = None) -> str:
-        """Answer a line of the user. If this is interrupted, the conversation stays as it was."""
+        """Answer a line of the user.
+
+        If this is interrupted, KeyboardInterrupt is raised, and the conversation goes on after the tokens that were
+        generated until then; it stays as it was if there are none.
+        """
         messages = [*self.messages, {"role": "user", "content": line}]
         ids = self._ids(messages)
         kept = self._keep(ids)
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache,
-            streamer=streamer,
-            return_dict_in_generate=True,
-            **self.arguments,
-        )
-        answer: str = self.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        self.text, self.kept = out.sequences, kept
+        streamed = Streamed(streamer)
+        try:
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self.cache,
+                streamer=streamed,
+                return_dict_in_generate=True,
+                **self.arguments,
+            )
+        except KeyboardInterrupt:
+            if tokens := streamed.tokens[ids.shape[1] :]:
+                self._add(messages, torch.cat([ids, self._here(torch.tensor([tokens]))], dim=1), ids.shape[1])
+            raise
+        answer = self._add(messages, out.sequences, ids.shape[1])
+        self.kept = kept
         self.read = out.sequences[:, : self.cache.get_seq_length()]
         self.stats.append(out.stats)
+        return answer
+
+    def _add(self, messages: list[dict[str, str]], text: Tensor, before: int) -> str:
+        """Add a turn whose tokens are `text` [1, L], `before` of them before the answer; return the answer."""
+        answer: str = self.tokenizer.decode(text[0, before:], skip_special_tokens=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.text = text
         return answer
 
     def _ids(self, messages: list[dict[str, str]]) -> Tensor:
@@ -90,3 +106,21 @@ class Conversation:
 
     def _here(self, ids: Tensor) -> Tensor:
         return ids.to(self.model.device)
+
+
+class Streamed:
+    """A streamer that keeps the tokens, those of the prompt first, and passes them on to another streamer if there is
+    one."""
+
+    def __init__(self, streamer: Any = None) -> None:
+        self.streamer = streamer
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        if self.streamer is not None:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()

@@ -19,6 +19,7 @@ import typer.core
 from ..bench.plots import check_plots
 from ..config import POLICIES, RUNTIMES, SpecBranchConfig
 from .names import EMBEDDED, check_folder, check_names, draft_names
+from .printing import leaving_cleanly
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +90,11 @@ REMOVED = {
 
 
 class Command(typer.core.TyperCommand):
-    """A command that still accepts the option names of the previous release, with a warning on standard error."""
+    """A command that ends cleanly, and still accepts the option names of the previous release, with a warning."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with leaving_cleanly():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}

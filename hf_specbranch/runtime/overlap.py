@@ -100,6 +100,7 @@ class Overlap:
         if draft.type == "cuda":
             self.draft_stream = side_stream(draft, priority=-1)
         self.device = draft
+        self.saves_time = target.type == "cuda" or target != draft  # two models on one CPU slow each other down
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
@@ -176,8 +177,9 @@ class Overlap:
         totals = {what: Totals(sum(end - begin for begin, end in spans[what])) for what in spans}
         for what, marks in self.spans.items():
             totals[what] = sum((done for *_, done in marks), start=totals[what])
-        self.stats.draft_seconds += totals["branch"].seconds
-        self.stats.hidden_seconds += shared_time(spans["verify"], spans["branch"])
+        self.stats.draft_seconds += totals["draft"].seconds + totals["branch"].seconds
+        if self.saves_time:
+            self.stats.hidden_seconds += shared_time(spans["verify"], spans["branch"])
         self.spans = _no_spans()
         return totals
 

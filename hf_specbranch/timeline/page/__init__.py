@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recording import Recording
-from ..waits import plain_waits, recorded_waits
+from ..waits import waits
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("format.js", "lanes.js", "text.js", "view.js", "start.js")
@@ -37,9 +37,4 @@ def harmless_json(data: Any) -> str:
 
 
 def _run(recording: Recording) -> dict[str, Any]:
-    waits = plain_waits(recording)
-    return {
-        **recording.to_dict(),
-        "waits": [wait._asdict() for wait in waits],
-        "recordedWaits": recorded_waits(recording),
-    }
+    return {**recording.to_dict(), "waits": [wait._asdict() for wait in waits(recording)]}

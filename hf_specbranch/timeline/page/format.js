@@ -38,7 +38,7 @@ function numbers(stats) {
     ["mean_acceptance_length", "tokens a pass", stats.mean_acceptance_length.toFixed(2), ""],
   ];
   if (!stats.num_draft_tokens) return shown;
-  shown.push(["hidden_fraction", "drafting hidden", percent(stats.hidden_fraction), ""]);
+  if (stats.hidden_seconds) shown.push(["hidden_fraction", "drafting hidden", percent(stats.hidden_fraction), ""]);
   const drafted = `of ${stats.num_draft_tokens} drafted`;
   return shown.concat([
     ["num_accepted_tokens", "accepted", stats.num_accepted_tokens, drafted],

@@ -3,7 +3,7 @@ class Lanes {
   constructor(run, links) {
     this.run = run;
     this.links = links;
-    this.blocks = []; // [element, begin, end, cells in its longest row]
+    this.blocks = []; // [element, begin, end, cells in its longest row; 0 for a wait]
     this.marks = []; // [element, moment]
     this.box = element("div", "lanes");
     this.box.tabIndex = 0;
@@ -71,12 +71,12 @@ class Lanes {
     const track = this.lane("target waits\ndraft waits", "waits", 2, 12);
     for (const wait of this.run.waits) {
       const made = element("div", "block wait");
-      const who = wait.lane === "target" ? "the target would wait for the draft" : "the draft would wait for the target";
+      const who = wait.lane === "target" ? "The target waited for the draft" : "The draft waited for the target";
       made.style.top = wait.lane === "target" ? "2px" : "15px";
       made.style.height = "10px";
-      this.links.describe(made, () => `Plain speculation, round ${wait.round}: ${who}, ${duration(wait.end - wait.begin)}`);
+      this.links.describe(made, () => `${who} for ${duration(wait.end - wait.begin)}`);
       track.append(made);
-      this.blocks.push([made, wait.begin, wait.end, 1]);
+      this.blocks.push([made, wait.begin, wait.end, 0]);
     }
   }
 
@@ -90,7 +90,7 @@ class Lanes {
     for (const [block, begin, end, cells] of this.blocks) {
       const left = (begin - from) * scale;
       const wide = Math.max(1, (end - begin) * scale - 1);
-      const hidden = left > width || left + wide < 0;
+      const hidden = left > width || left + wide < 0 || (!cells && (end - begin) * scale < 1);
       block.style.display = hidden ? "none" : "";
       if (hidden) continue;
       block.style.left = `${left}px`;

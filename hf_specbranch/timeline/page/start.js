@@ -15,8 +15,7 @@ function numbersList(run) {
 
 function waitingLine(run) {
   const sum = (lane) => run.waits.filter((wait) => wait.lane === lane).reduce((all, wait) => all + wait.end - wait.begin, 0);
-  const { target, draft } = run.recordedWaits;
-  return element("p", "waiting", `Here the target waited ${duration(target)} and the draft ${duration(draft)}. Plain speculation with the same chains would have kept the target waiting ${duration(sum("target"))} and the draft ${duration(sum("draft"))}.`);
+  return element("p", "waiting", `The target waited ${duration(sum("target"))} for the draft, and the draft ${duration(sum("draft"))} for the target.`);
 }
 
 function runSection(run, view) {
@@ -60,7 +59,7 @@ function themeButton(button) {
 }
 
 const { runs } = data;
-const view = new View(Math.max(...runs.map((run) => Math.max(run.seconds, ...run.waits.map((wait) => wait.end)))) || 1);
+const view = new View(Math.max(...runs.map((run) => Math.max(run.seconds, ...run.blocks.map((block) => block.end)))) || 1);
 themeButton(document.getElementById("theme"));
 document.title = `${data.title}: ${runs.map((run) => run.policy).join(" and ")}`;
 document.getElementById("subtitle").textContent = runs.map((run) => `${run.policy}: ${run.stats.new_tokens} tokens in ${run.stats.target_forwards} target passes`).join(" · ");
