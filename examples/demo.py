@@ -54,6 +54,8 @@ def show(speeds: dict[str, float], all_stats: dict[str, SpecBranchStats]) -> Non
         "branch points hit": ["", *(f"{stats.branch_hits}/{stats.branch_points}" for stats in all_stats.values())],
         "drafting hidden": ["", *(f"{stats.hidden_fraction:.0%}" for stats in all_stats.values())],
     }
+    if not any(stats.hidden_seconds for stats in all_stats.values()):  # both models on one CPU
+        del rows["drafting hidden"]
     print(f"{'':<22}" + "".join(f"{name:>12}" for name in speeds))
     for name, values in rows.items():
         print(f"{name:<22}" + "".join(f"{value:>12}" for value in values))

@@ -53,8 +53,8 @@ class SpecBranchStats:
         acceptance_histogram: entry `i` counts the verifications that accepted `i` draft tokens.
         sources: for each source of drafts, how many tokens it has drafted and how many of them were accepted.
         draft_seconds: time spent drafting: before the target's passes, and while they ran.
-        hidden_seconds: the part of `draft_seconds` during which the target ran on another device or stream. 0 where both
-            models share a CPU: there each slows the other down, and overlap saves no time.
+        hidden_seconds: the part of `draft_seconds` during which the target ran on another device or stream. 0 where
+            both models share a CPU: there each slows the other down, and overlap saves no time.
         plans: what `policy="auto"` chose, predicted and measured, plan by plan.
         time_to_first_token: seconds from the call to the first token.
         total_seconds: seconds of the whole call, `capture_seconds` included.

@@ -253,7 +253,8 @@ def test_interrupted_answer_is_kept_so_far(template):
     assert said and answer.startswith(said) and len(said) < len(answer)
     chat.answer("def sub(a, b):")
     length = chat.text.shape[1] - chat.stats[-1].new_tokens
-    alone = target.generate(chat.text[:, :length], attention_mask=torch.ones((1, length)), specbranch=False, **arguments)
+    mask = torch.ones((1, length))
+    alone = target.generate(chat.text[:, :length], attention_mask=mask, specbranch=False, **arguments)
     assert torch.equal(alone, chat.text) and said in tokenizer.decode(chat.text[0])
 
 

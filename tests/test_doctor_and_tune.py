@@ -166,6 +166,16 @@ def test_recurrent_draft_cannot_be_used(target, rwkv):
     assert report.verdict.startswith("This pair cannot be used: the draft RwkvForCausalLM keeps a recurrent state")
 
 
+def test_doctor_measures_a_mamba_draft(target):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4))
+    tokenizer = letter_tokenizer(VOCABULARY)
+    report = examine(attached(target), mamba.eval(), tokenizer, tokenizer, [PROMPT], 8, repeats=1)
+    assert report.usable and all(row.predicted > 0 for row in report.policies)
+
+
 def test_tune_refuses_a_recurrent_draft_before_any_work(target, rwkv):
     progress = RecordedProgress()
     with pytest.raises(ValueError, match="the draft RwkvForCausalLM keeps a recurrent state"):
@@ -260,6 +270,8 @@ def test_tune_command_writes_loadable_settings(folders, tmp_path, target, draft)
     assert not picture or picture[1].read_bytes().startswith(b"\x89PNG")
     best = SpecBranchConfig.from_json_file(out)
     assert answer["best"] == best.to_dict() and best.policy == "vanilla" and answer["auto"] > 0
+    errors = sorted(abs(each["predicted"] / each["measured"] - 1) for each in answer["trials"])
+    assert errors[0] <= answer["prediction_error"] <= errors[-1]
     model = attached(target)
     model.generate(**prompt(), max_new_tokens=4, do_sample=False, assistant_model=draft, specbranch=out)
     assert model.specbranch_stats.policy == "vanilla"

@@ -385,6 +385,9 @@ def test_commands_train_and_measure_a_head(prompt_file, tmp_path):
     done = run.invoke(app, ["head", "train", "--data", drafts, "--out", head, "--epochs", "2"])
     assert done.exit_code == 0 and "macro-F1 on held-out prompts" in done.stdout, done.output
     assert {path.name for path in (tmp_path / "head").iterdir()} >= {"learning_curve.png", "confusion_matrix.png"}
+    never = not LengthHead.from_pretrained(head).config.acts
+    assert ("this head never decides anything" in done.stderr) == never
+    assert ("this head never decides anything" in (tmp_path / "head" / "README.md").read_text()) == never
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"id": "1", "prompt": "while True:\n"}) + "\n")
     done = run.invoke(app, ["head", "eval", "--head", head, "--prompts", str(other), "--into-card", *common[:-1]])

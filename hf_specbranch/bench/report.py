@@ -56,7 +56,10 @@ GROUPS = (
 )
 LEGEND = (
     "x plain, x autoreg: speed over plain generate() and over our autoregressive decoding, where these ran; medians "
-    "over prompts. tok/pass: tokens per target pass. wasted/tok: draft tokens wasted on branches, per new token. "
+    "over prompts. tok/pass: tokens per target pass. differ: outputs that differ from the first method's. "
+    "rollback: rolled back / (accepted + rolled back) draft tokens. hits: branch points at which a branch survived. "
+    "hidden: drafting during target passes; empty on a CPU, whose cores both models share. wasted/tok: draft tokens "
+    "wasted on branches, per new token. "
     "p50, p95: gaps between streamed tokens (0 within a round). first: time to the first token. warm: first "
     "generation minus a later one of the same prompt. GiB: peak of the first generation. runtime: of our methods. "
     "s/run: seconds per measured generation, the median."

@@ -110,7 +110,11 @@ def show(report: Report, console: Console) -> None:
             f"overlaps with a pass {costs['hidden']:.0%} is hidden.\n"
         )
         console.print(_policies(report))
-        console.print(f"\nThe median error of the predictions is {report.prediction_error:.0%}.")
+        console.print(
+            "\nTokens per second after the first token. ratio: predicted speed over plain generate(). "
+            '"best": the best settings that `hf-specbranch tune` would try. The median error of the predictions is '
+            f"{report.prediction_error:.0%}."
+        )
     console.print(f"\n{report.verdict}")
     if report.recommended is not None:
         chosen = {name: report.recommended[name] for name in _SHOWN}
@@ -137,7 +141,7 @@ def _show_check(check: Check, console: Console) -> None:
 def _policies(report: Report) -> Table:
     """Return the table of speeds; "best" is the best on the grid that `tune` searches."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("tokens per second")
+    table.add_column("method")
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     table.add_row("plain generate()", "", f"{report.plain:.1f}", "1.00")

@@ -14,7 +14,7 @@ from ..bench.prompts import python_prompts, read_prompts
 from ..heads.config import FEATURES, ModelIdentity
 from ..heads.train_settings import TrainSettings
 from . import options
-from .printing import leaving_cleanly
+from .printing import leaving_cleanly, note
 
 if TYPE_CHECKING:
     from ..heads.network import Reading
@@ -120,7 +120,7 @@ def train(
         aim=aim,
         seed=seed,
     )
-    from ..heads.metrics import check_pictures, save_pictures
+    from ..heads.metrics import best_epoch, check_pictures, save_pictures
     from ..heads.train import train as run_train
 
     if pictures:
@@ -130,14 +130,25 @@ def train(
     fitted = run_train(data, settings, device, progress=not as_json, reading=reading)
     fitted.head.save_pretrained(out)
     if pictures:
-        save_pictures(fitted.history, fitted.confusion, out)
+        save_pictures(fitted.history, fitted.confusion, fitted.report["macro_f1"]["head"], out)
     report, config = fitted.report, fitted.head.config
+    if not config.acts:
+        note(
+            f"warning: this head never decides anything: on the {report['held_out_lines']:,} held-out drafts no thresholds "
+            f"roll back less without losing tokens. Record more prompts, or train with another --aim"
+        )
     if as_json:
         print(json.dumps({"out": str(out), **report}))
         return
     f1 = report["macro_f1"]
     print(f"{report['lines']:,} drafts, {report['held_out_lines']:,} held out by prompt, {report['epochs']} epochs")
-    print(f"macro-F1 on held-out prompts: head {f1['head']:.3f}, confidence {f1['confidence']:.3f}")
+    best = best_epoch(fitted.history)
+    before = fitted.history[best - 1]["held_out_macro_f1"]
+    print(f"macro-F1 on held-out prompts: head {f1['head']:.3f}, best threshold on confidence {f1['confidence']:.3f}")
+    if round(before, 4) != f1["head"]:
+        print(
+            f"the curve shows {before:.3f} at epoch {best}, which the head is of: before its class offsets were fitted"
+        )
     print(f"predicts none above {config.none_threshold}, all above {config.all_threshold}; saved in {out}")
 
 

@@ -219,6 +219,11 @@ class LengthHeadConfig:
         object.__setattr__(self, "layer_sizes", tuple(self.layer_sizes))
 
     @property
+    def acts(self) -> bool:
+        """Whether the head can decide anything: no probability exceeds a threshold of 1."""
+        return min(self.none_threshold, self.all_threshold) < 1
+
+    @property
     def feature_layers(self) -> tuple[int, ...]:
         """The indices into the target's `hidden_states` that the head reads; 0 is the embedding."""
         if "hidden" not in self.features:

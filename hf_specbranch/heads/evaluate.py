@@ -36,6 +36,11 @@ ROW_NAMES = {
     "first_confidence": "best threshold on the first token's confidence",
     "majority": "majority class",
 }
+LEGEND = (
+    "macro-F1: mean over the classes none, some and all. head: its likeliest class; as it decides: with its thresholds.",
+    "rollback rate: rolled back / (accepted + rolled back) draft tokens. tokens per pass: new tokens per target pass.",
+    "branch hits: fraction of the branch points at which a branch matched the target's choice.",
+)
 
 
 @dataclass(frozen=True)
@@ -244,4 +249,4 @@ def eval_table(result: dict[str, Any]) -> str:
             f"{run['temperature']:<12} {run['method']:24s} {run['rollback_rate']:13.3f}  "
             f"{run['tokens_per_pass']:15.3f}  {run['branch_hit_rate']:11.3f}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *LEGEND])

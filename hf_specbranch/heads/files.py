@@ -214,7 +214,8 @@ def model_card(config: LengthHeadConfig, repo_id: str | None = None) -> str:
         f"Reads {', '.join(config.features)} ({config.input_size} numbers: the target's last {config.num_layers} "
         f"layers, the first {config.drafted_tokens} drafted tokens, {config.gamma} positions); linear layers of "
         f"{', '.join(map(str, config.layer_sizes))} and 3 with ReLU. Predicts *none* where its probability exceeds "
-        f"{config.none_threshold}, else *all* above {config.all_threshold}, else *some*.",
+        f"{config.none_threshold}, else *all* above {config.all_threshold}, else *some*."
+        + ("" if config.acts else " No probability exceeds these thresholds: this head never decides anything."),
         *_training(config.training),
         *_measured(config.training.get("measured")),
     ]

@@ -128,15 +128,21 @@ def check_pictures() -> None:
         raise OSError("pictures need matplotlib: pip install 'hf_specbranch[plot]', or pass --no-pictures")
 
 
-def save_pictures(history: list[dict[str, float]], confusion: Tensor, folder: Path) -> None:
+def best_epoch(history: list[dict[str, float]]) -> int:
+    """Return the epoch, counted from 1, whose weights a head has: the first with the highest macro-F1."""
+    return 1 + max(range(len(history)), key=lambda epoch: history[epoch]["held_out_macro_f1"])
+
+
+def save_pictures(history: list[dict[str, float]], confusion: Tensor, saved_f1: float, folder: Path) -> None:
     """Write learning_curve.png and confusion_matrix.png into a head's folder.
 
     Args:
         history: one entry per epoch.
         confusion: [3, 3] on the held-out prompts.
+        saved_f1: the macro-F1 of the saved head on them, after its class offsets were fitted.
         folder: the head's.
     """
-    _save(_learning_curve(history), folder / "learning_curve.png")
+    _save(_learning_curve(history, saved_f1), folder / "learning_curve.png")
     _save(_confusion_matrix(confusion.double()), folder / "confusion_matrix.png")
 
 
@@ -149,12 +155,13 @@ def _figure() -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _learning_curve(history: list[dict[str, float]]) -> Any:
+def _learning_curve(history: list[dict[str, float]], saved_f1: float) -> Any:
     figure, axes = _figure()
     epochs = range(1, len(history) + 1)
     axes.plot(epochs, [entry["loss"] for entry in history], label="loss, fitted")
     axes.plot(epochs, [entry["held_out_loss"] for entry in history], label="loss, held out")
     axes.plot(epochs, [entry["held_out_macro_f1"] for entry in history], label="macro-F1, held out")
+    axes.plot(best_epoch(history), saved_f1, "k*", label="macro-F1 as saved, with class offsets")
     axes.set(xlabel="epoch", ylim=(0, None))
     axes.legend()
     return figure
@@ -163,7 +170,8 @@ def _learning_curve(history: list[dict[str, float]]) -> Any:
 def _confusion_matrix(table: Tensor) -> Any:
     figure, axes = _figure()
     shares = table / table.sum(1, keepdim=True).clamp(min=1)
-    axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="share of the row")
     for row in range(len(CLASSES)):
         for column in range(len(CLASSES)):
             dark = float(shares[row, column]) > 0.5
@@ -172,8 +180,14 @@ def _confusion_matrix(table: Tensor) -> Any:
             )
     ticks = range(len(CLASSES))
     axes.set(
-        xticks=ticks, yticks=ticks, xticklabels=CLASSES, yticklabels=CLASSES, xlabel="predicted", ylabel="accepted"
+        xticks=ticks,
+        yticks=ticks,
+        xticklabels=CLASSES,
+        yticklabels=CLASSES,
+        xlabel="predicted",
+        ylabel="really accepted",
     )
+    axes.set_title("held-out drafts, by count")
     return figure
 
 

@@ -77,7 +77,10 @@ def train(
     history = _fit(head, x.to(device), truth.to(device), fit, held, settings, progress, reading is not None)
     head = head.cpu().eval()
     with torch.no_grad():
-        head.layers[-1].bias.add_(best_offsets(head(x[fit]), truth[fit]))  # type: ignore[operator]
+        offsets, logits = best_offsets(head(x[fit]), truth[fit]), head(x[held])
+        before, after = (macro_f1(truth[held], each.argmax(-1)) for each in (logits, logits + offsets))
+        if after >= before:  # with little data they fit the drafts that they were chosen on, and no others
+            head.layers[-1].bias.add_(offsets)  # type: ignore[operator]
     held_drafts = {name: values[held] for name, values in samples.items()}
     with torch.no_grad():
         probabilities = head(x[held]).softmax(-1)
