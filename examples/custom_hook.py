@@ -2,10 +2,10 @@
 
 python examples/custom_hook.py
 
-The built-in rule stops where the draft's likeliest token has a probability below epsilon. This hook looks at all tokens:
-a likeliest token of 0.3 is more often right before two alternatives than before two hundred. At about the same number
-of tokens rolled back, more are accepted per target pass. Hooks never change the text, only the work; write one where
-you know something about your text or your draft that its confidence does not say.
+The built-in rule stops where the draft's likeliest token has a probability below epsilon. This hook looks at all of
+them: a likeliest token of 0.3 is more often right before two alternatives than before two hundred. At about the same
+number of tokens rolled back, more are accepted per target pass. Hooks never change the text, only the work; write one
+where you know something about your text or your draft that its confidence does not say.
 """
 
 import torch

@@ -134,8 +134,8 @@ def train(
     report, config = fitted.report, fitted.head.config
     if not config.acts:
         note(
-            f"warning: this head never decides anything: on the {report['held_out_lines']:,} held-out drafts no thresholds "
-            f"roll back less without losing tokens. Record more prompts, or train with another --aim"
+            f"warning: this head never decides anything: on the {report['held_out_lines']:,} held-out drafts no "
+            f"thresholds roll back less without losing tokens. Record more prompts, or train with another --aim"
         )
     if as_json:
         print(json.dumps({"out": str(out), **report}))

@@ -37,7 +37,7 @@ ROW_NAMES = {
     "majority": "majority class",
 }
 LEGEND = (
-    "macro-F1: mean over the classes none, some and all. head: its likeliest class; as it decides: with its thresholds.",
+    "macro-F1: mean over the classes none, some, all. head: its likeliest class; as it decides: with its thresholds.",
     "rollback rate: rolled back / (accepted + rolled back) draft tokens. tokens per pass: new tokens per target pass.",
     "branch hits: fraction of the branch points at which a branch matched the target's choice.",
 )
