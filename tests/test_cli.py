@@ -140,7 +140,7 @@ def test_embedded_head_by_name(pair):
         (["--draft", "org/small"], "error: --draft org/small without --target: name both"),
         (["--policy", "magic"], "error: policy='magic': expected one of"),
         (["--device", "nowhere"], "error: --device nowhere: "),
-        (["--dtype", "float3"], "error: dtype 'float3': expected float32"),
+        (["--dtype", "float3"], "error: --dtype float3: expected one of auto, float32"),
         (["--config", "none.json"], "error: --config none.json: no such file"),
         (["--top-k", 5], "error: --top-k and --top-p choose among sampled tokens: add --temperature"),
         (["--length-head", "embedded", "--target", "."], "error: length head embedded with --target ."),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from hf_specbranch.cli import app, main, options
@@ -177,6 +177,53 @@ def test_unwritable_files_are_refused(command, option, pair, tmp_path, monkeypat
     options.check_file(option, written)
     options.check_file(option, tmp_path / "new.json")
     assert written.read_text() == "kept" and list(tmp_path.iterdir()) == [written]
+
+
+@pytest.mark.parametrize("command", SHORT)
+def test_unknown_dtype_is_refused_before_any_work(command, pair, tmp_path, capfd, monkeypatch):
+    code, errors = run_main(capfd, monkeypatch, [*arguments(command, pair, tmp_path), "--dtype", "float23"])
+    assert (code, errors) == (
+        1, "error: --dtype float23: expected one of auto, float32, bfloat16, float16, float64\n",
+    )  # fmt: skip
+
+
+def test_commands_share_the_defaults_of_models():
+    found = typer.main.get_command(app)
+    for words in map(str.split, SHORT):
+        command = found
+        for word in words:
+            command = command.commands[word]
+        defaults = {option.name: option.default for option in command.params}
+        assert {"device": "auto", "dtype": "auto", "threads": 0, "trust_remote_code": False}.items() <= defaults.items()
+
+
+@pytest.mark.parametrize(("command", "folder"), [("head collect", "drafts"), ("trace", "trace")])
+def test_unwritable_folders_are_refused(command, folder, pair, tmp_path, capfd, monkeypatch):
+    (tmp_path / "file").touch()
+    words = [word.replace(f"{tmp_path}/{folder}", f"{tmp_path}/file/x") for word in arguments(command, pair, tmp_path)]
+    code, errors = run_main(capfd, monkeypatch, words)
+    assert code == 1 and errors == f"error: --out {tmp_path}/file/x: it cannot be written in {tmp_path}/file\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_revisions_and_trust_reach_the_loading(command, pair, tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(name, **arguments):
+        asked.append({key: arguments.get(key) for key in ("revision", "trust_remote_code")})
+        raise OSError("not now")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    more = ["--revision", "v2", "--draft-revision", "v1", "--trust-remote-code"]
+    CliRunner().invoke(app, [*arguments(command, pair, tmp_path), *more])
+    assert asked == [{"revision": "v2", "trust_remote_code": True}]
+    alone = CliRunner().invoke(app, ["generate", "abc", "--revision", "v2"])
+    assert "--revision without --target" in str(alone.exception)
+
+
+def test_max_time_ends_a_text(pair, tmp_path):
+    done = CliRunner().invoke(app, [*arguments("generate", pair, tmp_path), "--max-time", "0.00001", "--json"])
+    assert 1 <= json.loads(done.stdout)["stats"]["new_tokens"] < 8
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from .. import __version__
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
+from .command import Command
 from .doctor import doctor
 from .families import families
 from .generate import generate
 from .head import app as head_app
-from .options import Command
 from .shortlist import shortlist
 from .trace import trace
 from .tune import tune

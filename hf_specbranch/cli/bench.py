@@ -29,7 +29,9 @@ EPILOG += f"\n\nFamilies: {', '.join(SHAPES)}."
 OF_METHODS = ("num_prompts", "slow_prompts", "chat", "temperature", "methods", "sweep", "png_file")
 OF_TRAFFIC = ("traffic_max_length", "requests", "steady_runs", "warm_up", "check")
 OF_FAMILIES = ("context_length", "bandwidth", "plain", "tiny")
-OF_A_PAIR = ("target", "draft", "grow", "length_head", "prompts")
+OF_A_PAIR = (
+    "target", "draft", "revision", "draft_revision", "trust_remote_code", "grow", "length_head", "prompts",
+)  # fmt: skip
 OF_DRAFTING = ("max_draft_length", "confidence_threshold", "max_branches", "draft_weights", "draft_shortlist")
 USED_BY: dict[str, tuple[str, ...]] = {
     "repeat": ("methods", "families"),
@@ -42,10 +44,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
 RENAMED_METHODS = {"specbranch-outcomes": "specbranch-rejections"}  # accepted for one release
 
 
+@options.with_model_options()
 def bench(
+    given: options.ModelOptions,
     context: typer.Context,
-    target: options.Target = None,
-    draft: options.Draft = None,
     grow: Annotated[str | None, typer.Option(help="Enlarge the pair, e.g. 7b:68m or qwen3-8b:qwen3-0.6b.")] = None,
     length_head: Annotated[str | None, typer.Option(help="Length head. Default: the embedded pair's.")] = None,
     prompts: Annotated[
@@ -74,9 +76,6 @@ def bench(
         bool | None,
         typer.Option("--kernels/--no-kernels", help="Our kernels in captured graphs. Default: in half precision."),
     ] = None,
-    device: Annotated[str, typer.Option(help="e.g. cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of the weights of both models.")] = "float32",
-    threads: options.Threads = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw speed-up, rollback, acceptance.")] = None,
@@ -135,23 +134,23 @@ def bench(
         slow_prompts=slow_prompts,
     )
     check_plan(plan)
+    device, dtype = given.place()
+    settings = plain_values(context.params) | {"device": device, "dtype": dtype}
     if families is not None:
-        torch.set_num_threads(threads or torch.get_num_threads())
-        raise typer.Exit(families_and_show(_split(families), overrides, files, plain_values(context.params)))
+        raise typer.Exit(families_and_show(_split(families), overrides, files, settings))
     texts = read_sets(prompts) if prompts else python_prompts()
-    torch.set_num_threads(threads or torch.get_num_threads())
     torch.manual_seed(seed)
     with leaving_cleanly(), terminable():
-        pair = load_bench_pair(PairNames(target, draft, grow, length_head, device, dtype))
+        pair = load_bench_pair(PairNames(given.target, given.draft, grow, length_head, device, dtype, given.loading))
         if traffic:
             longest = fitting_length(pair, traffic_max_length, max_new_tokens)
             replayed = Traffic(
                 max_new_tokens, longest, requests=requests, steady_runs=steady_runs, warm_up=warm_up, seed=seed
             )
-            status = replay_and_show(pair, texts, replayed, overrides, files, plain_values(context.params))
+            status = replay_and_show(pair, texts, replayed, overrides, files, settings)
         else:
             some = in_turn(texts, num_prompts)
-            status = measure_and_show(pair, some, plan, files, plain_values(context.params))
+            status = measure_and_show(pair, some, plan, files, settings)
     raise typer.Exit(status)
 
 

@@ -26,11 +26,7 @@ def chat(
     Example: hf-specbranch chat --target org/large-chat --draft org/small-chat --temperature 0.7
     """
     sampling, settings = given.sampling(), given.settings()
-    arguments = sampling | {
-        "specbranch": settings,
-        "length_head": given.head(),
-        "max_new_tokens": given.max_new_tokens,
-    }
+    arguments = sampling | given.limits() | {"specbranch": settings, "length_head": given.head()}
     with leaving_cleanly():
         import torch
 

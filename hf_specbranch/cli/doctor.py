@@ -12,7 +12,7 @@ from rich.table import Table
 from ..bench.prompts import python_prompts, read_prompts
 from ..checks import Check, versions
 from . import options
-from .names import check_names
+from .names import Loading
 from .printing import Console, leaving_cleanly
 from .progress import showing_progress
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 UNUSABLE, SLOWER = 1, 3
 
 
+@options.with_model_options()
 def doctor(
-    target: options.Target = None,
-    draft: options.Draft = None,
+    given: options.ModelOptions,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Use the first N prompts.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Per prompt.")] = 48,
@@ -32,9 +32,6 @@ def doctor(
     max_draft_length: Annotated[int, typer.Option(min=1, help="Draft length of the measured settings.")] = 8,
     max_branches: Annotated[int, typer.Option(min=1, max=8, help="Branches of the measured settings.")] = 4,
     runtime: options.Runtime = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: options.Threads = 0,
     recording: Annotated[
         Path | None, typer.Option(help="Write how the draft agrees with each text, for hf_specbranch.planning.")
     ] = None,
@@ -49,7 +46,7 @@ def doctor(
     with leaving_cleanly():
         options.check_file("--recording", recording)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())][:num_prompts]
-        check_names(target, draft)
+        given.check()
         console = Console(highlight=False)
         checks = [versions()]
         if not as_json:
@@ -61,8 +58,8 @@ def doctor(
             from ..planning.simulate import save_agreements
 
             progress.doing("loading the models")
-            large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
-        for check in check_everything(large, small, tokenizer, _tokenizer(small.name_or_path)):
+            large, small, tokenizer = given.open_pair()
+        for check in check_everything(large, small, tokenizer, _tokenizer(small.name_or_path, given.loading)):
             checks.append(check)
             if not as_json:
                 _show_check(check, console)
@@ -151,10 +148,10 @@ def _policies(report: Report) -> Table:
     return table
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer(folder: str, loading: Loading) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, **loading.draft)
     except (OSError, ValueError):  # a draft may come without one
         return None

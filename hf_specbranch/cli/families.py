@@ -24,13 +24,13 @@ def families(
     Example: hf-specbranch families llama gemma3_text qwen2_vl
     """
     with leaving_cleanly():
+        options.check_file("--markdown", output)
         import torch
         import transformers
 
         from ..families.check import ERROR, NEAR_TIE, WRONG
         from ..families.sweep import markdown, sweep
 
-        options.check_file("--markdown", output)
         torch.set_num_threads(threads or torch.get_num_threads())
         transformers.logging.set_verbosity_error()
         results, start = [], time.perf_counter()

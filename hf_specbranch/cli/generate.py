@@ -43,7 +43,7 @@ def generate(
             **sampling,
             specbranch=settings,
             length_head=length_head,
-            max_new_tokens=given.max_new_tokens,
+            **given.limits(),
             streamer=streamer,
             return_dict_in_generate=True,
         )

@@ -14,7 +14,8 @@ from ..bench.prompts import python_prompts, read_prompts
 from ..heads.config import FEATURES, ModelIdentity
 from ..heads.train_settings import TrainSettings
 from . import options
-from .printing import leaving_cleanly, note
+from .command import Command
+from .printing import note
 
 if TYPE_CHECKING:
     from ..heads.network import Reading
@@ -24,17 +25,13 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Device = Annotated[str, typer.Option(help="e.g. cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights of both models.")]
 
-
-@app.command(cls=options.Command)
-@leaving_cleanly()
+@app.command(cls=Command)
+@options.with_model_options()
 def collect(
+    given: options.ModelOptions,
     prompts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt each.")],
     out: Annotated[Path, typer.Option(help="Folder for the recorded drafts; an unfinished one is continued.")],
-    target: options.Target = None,
-    draft: options.Draft = None,
     max_draft_length: Annotated[int, typer.Option(min=1, help="Most tokens drafted at once (gamma).")] = 8,
     confidence_threshold: Annotated[float, typer.Option(min=0, max=1, help="Confidence threshold (epsilon).")] = 0.4,
     temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,0.8",
@@ -42,10 +39,7 @@ def collect(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 16,
     max_samples: Annotated[int, typer.Option(min=1, help="Stop at this many drafts; bounds the disk use.")] = 20_000,
     layers: Annotated[int, typer.Option(min=1, help="K: how many of the target's last layers to keep.")] = 4,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
     seed: options.Seed = 0,
-    threads: options.Threads = 0,
     as_json: options.Json = False,
 ) -> None:
     """Run a pair on prompts and record which draft tokens are accepted.
@@ -53,9 +47,10 @@ def collect(
     Example: hf-specbranch head collect --draft weak --prompts humaneval.jsonl --out drafts
     """
     texts = read_prompts(prompts)
+    options.check_folder_out("--out", out)
+    given.check()
     from ..heads.collect import collect as run_collect
     from ..heads.dataset import CollectSettings
-    from .pair import load_pair
 
     settings = CollectSettings(
         gamma=max_draft_length,
@@ -67,23 +62,21 @@ def collect(
         num_layers=layers,
         seed=seed,
     )
-    _set_threads(threads)
-    models = load_pair(target, draft, device, dtype)
-    manifest = run_collect(*models, texts, prompts, out, settings, progress=not as_json)
+    manifest = run_collect(*given.open_pair(), texts, prompts, out, settings, progress=not as_json)
     summary = {"out": str(out), "samples": manifest.samples, "shards": len(manifest.shards)}
     print(json.dumps(summary) if as_json else f"{manifest.samples:,} drafts in {len(manifest.shards)} shards in {out}")
 
 
-@app.command(cls=options.Command)
-@leaving_cleanly()
+@app.command(cls=Command)
+@options.with_model_options(leave_out=("draft", "draft_revision"))
 def train(
+    given: options.ModelOptions,
     data: Annotated[list[Path], typer.Option(help="Folder that `head collect` wrote; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
     texts: Annotated[
         Path | None, typer.Option(help="Prompts that the target continues first, to learn what its state expects.")
     ] = None,
     text_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the target generates after each text.")] = 48,
-    target: options.Target = None,
     features: Annotated[str, typer.Option(help="Comma-separated; see docs/heads.md.")] = ",".join(FEATURES),
     match_size: Annotated[
         int, typer.Option(min=0, help="0: the target's features are direct inputs.")
@@ -98,10 +91,7 @@ def train(
     ] = TrainSettings.max_token_loss,
     aim: Annotated[str, typer.Option(help="Thresholds for the least rollback, or the most tokens.")] = "rollback",
     pictures: Annotated[bool, typer.Option(help="Save the learning curve and the confusion matrix.")] = True,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
     seed: options.Seed = 0,
-    threads: options.Threads = 0,
     as_json: options.Json = False,
 ) -> None:
     """Train a head on recorded drafts.
@@ -120,13 +110,14 @@ def train(
         aim=aim,
         seed=seed,
     )
+    options.check_folder_out("--out", out)
     from ..heads.metrics import best_epoch, check_pictures, save_pictures
     from ..heads.train import train as run_train
 
     if pictures:
         check_pictures()
-    _set_threads(threads)
-    reading = None if texts is None else _read(texts, text_tokens, target, data[0], seed, device, dtype)
+    device, dtype = given.place()
+    reading = None if texts is None else _read(texts, text_tokens, given, data[0], seed)
     fitted = run_train(data, settings, device, progress=not as_json, reading=reading)
     fitted.head.save_pretrained(out)
     if pictures:
@@ -152,12 +143,11 @@ def train(
     print(f"predicts none above {config.none_threshold}, all above {config.all_threshold}; saved in {out}")
 
 
-@app.command(name="eval", cls=options.Command)
-@leaving_cleanly()
+@app.command(name="eval", cls=Command)
+@options.with_model_options()
 def evaluate_head(
+    given: options.ModelOptions,
     head: Annotated[str, typer.Option(help='Folder or repository id of the head, or "embedded".')],
-    target: options.Target = None,
-    draft: options.Draft = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts that the head was not trained on. Default: our own 40.")
     ] = None,
@@ -166,10 +156,7 @@ def evaluate_head(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 40,
     png: Annotated[Path | None, typer.Option(help="Draw rollback and tokens per pass by policy.")] = None,
     into_card: Annotated[bool, typer.Option(help="Write the table into the head's config and card.")] = False,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
     seed: options.Seed = 0,
-    threads: options.Threads = 0,
     as_json: options.Json = False,
 ) -> None:
     """Measure a head on unseen prompts: its predictions, and their effect on rollback and tokens per pass.
@@ -177,19 +164,21 @@ def evaluate_head(
     Example: hf-specbranch head eval --head head --draft weak
     """
     options.check_picture(png)
+    given.check()
     if into_card and head == "embedded":
         raise ValueError("--into-card with --head embedded: the head of the package is not changed")
     from ..heads import LengthHead
     from ..heads.evaluate import EvalSettings, eval_table, evaluate
-    from .pair import load_pair
 
-    loaded = LengthHead.from_pretrained(head) if head != "embedded" else options.head_from(head, target, draft, device)
+    device, _ = given.place()
+    embedded = head == "embedded"
+    loaded = (
+        options.head_from(head, given.target, given.draft, device) if embedded else LengthHead.from_pretrained(head)
+    )
     texts = read_prompts(prompts) if prompts is not None else python_prompts()
     settings = EvalSettings(_numbers(temperatures), max_new_tokens, batch_size, seed=seed)
-    _set_threads(threads)
-    models = load_pair(target, draft, device, dtype)
     result = evaluate(
-        loaded.to(device), *models, texts, prompts or Path("python40.jsonl"), settings, progress=not as_json
+        loaded.to(device), *given.open_pair(), texts, prompts or Path("python40.jsonl"), settings, progress=not as_json
     )
     if into_card:
         loaded.config = replace(loaded.config, training={**loaded.config.training, "measured": result})
@@ -199,8 +188,7 @@ def evaluate_head(
     print(json.dumps(result) if as_json else eval_table(result))
 
 
-@app.command(cls=options.Command)
-@leaving_cleanly()
+@app.command(cls=Command)
 def push(
     head: Annotated[str, typer.Option(help="Folder of the head.")],
     repo: Annotated[str, typer.Option(help="Repository id to upload to; created if missing.")],
@@ -216,8 +204,7 @@ def push(
     print(LengthHead.from_pretrained(head).push_to_hub(repo, private=private, revision=revision))
 
 
-@app.command(cls=options.Command)
-@leaving_cleanly()
+@app.command(cls=Command)
 def search(
     target: Annotated[str, typer.Option(help="Repository id of the target.")],
     draft: Annotated[str | None, typer.Option(help="Repository id of the draft.")] = None,
@@ -240,13 +227,12 @@ def search(
         print(f"{head.repo_id}  {head.downloads} downloads, {head.likes} likes  {match}")
 
 
-def _read(texts: Path, new_tokens: int, target: str | None, data: Path, seed: int, device: str, dtype: str) -> Reading:
+def _read(texts: Path, new_tokens: int, given: options.ModelOptions, data: Path, seed: int) -> Reading:
     """Let the target that the drafts were recorded with continue these texts."""
     from ..heads.dataset import Manifest, read_texts
-    from .pair import load_pair
 
     beginnings, manifest = [prompt.prompt for prompt in read_prompts(texts)], Manifest.read(data)
-    model, _, tokenizer = load_pair(target, target, device, dtype)  # the draft is not needed
+    model, _, tokenizer = replace(given, draft=given.target).open_pair()  # the draft is not needed
     if differing := manifest.target.different_shape(ModelIdentity.of(model), "target"):
         raise ValueError(f"--target is not the model that {data} was recorded with ({'; '.join(differing)}): name it")
     known = manifest.settings
@@ -261,10 +247,3 @@ def _numbers(given: str) -> tuple[float, ...]:
     if any(number < 0 for number in numbers):
         raise ValueError(f"--temperatures {given}: expected 0 (greedy) or more")
     return numbers
-
-
-def _set_threads(threads: int) -> None:
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 EMBEDDED = ("good", "weak")  # drafts of the embedded target
 LOOKUP = "lookup"
+
+
+class Loading(NamedTuple):
+    """How models are loaded from their repositories."""
+
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """Arguments of the target's `from_pretrained`."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def draft(self) -> dict[str, Any]:
+        """Arguments of the draft's `from_pretrained`."""
+        return {"revision": self.draft_revision, "trust_remote_code": self.trust_remote_code}
+
+
+NEWEST = Loading()
 
 
 def draft_names(given: str | None, target: str | None) -> tuple[str | None, bool]:

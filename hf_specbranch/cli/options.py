@@ -6,23 +6,23 @@ Modules of commands import torch and transformers in their functions, so that `-
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import typer.core
 
 from ..bench.plots import check_plots
 from ..config import POLICIES, RUNTIMES, SpecBranchConfig
-from .names import EMBEDDED, check_folder, check_names, draft_names
-from .printing import leaving_cleanly
+from .names import EMBEDDED, NEWEST, Loading, check_folder, check_names, draft_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 # The settings have the names of `SpecBranchConfig`.
 Target = Annotated[str | None, typer.Option(help="Target model: folder or repository id. Default: the embedded one.")]
@@ -61,67 +61,63 @@ TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the 
 Seed = Annotated[int, typer.Option(help="The same seed gives the same result.")]
 Device = Annotated[str, typer.Option(help="e.g. cpu or cuda; auto takes a GPU if there is one.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights; auto is bfloat16 on a GPU, float32 elsewhere.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the target's repository.")]
+DraftRevision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the draft's repository.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the models' repositories.")]
+MaxTime = Annotated[float | None, typer.Option(min=0, help="Stop generating after so many seconds.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads for torch; 0 keeps torch's default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-RENAMED = {
-    "--gamma": "--max-draft-length",
-    "--epsilon": "--confidence-threshold",
-    "--branches": "--max-branches",
-    "--head": "--length-head",
-    "--new-tokens": "--max-new-tokens",
-    "--ways": "--methods",
-}
-REMOVED = {
-    "--file": "give the prompt on standard input, < FILE",
-    "--echo": "the prompt is not printed any more",
-    "--pass-at": "see examples/benchmarks/pass_time.py",
-    "--each-kernel": "see examples/benchmarks/each_kernel.py",
-    "--time-to-first-token": "see examples/benchmarks/latency.py",
-    "--round-cost": "see examples/benchmarks/latency.py",
-    "--stability": "see examples/benchmarks/latency.py",
-    "--predict": "see examples/benchmarks/predictions.py",
-    "--no-predict": "nothing is predicted any more",
-    "--stream-prompts": "one prompt is streamed",
-    "--sweep-prompts": "sweeps use two prompts",
-    "--sweep-specbranch": "name specbranch-best in --methods",
-    "--sweep-epsilon": "use `hf-specbranch tune`",
-}
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of every command that loads models.
 
-class Command(typer.core.TyperCommand):
-    """A command that ends cleanly, and still accepts the option names of the previous release, with a warning."""
+    Raises:
+        ValueError: the dtype is unknown, or a revision is given without the model that has it.
+    """
 
-    def invoke(self, ctx: Any) -> Any:
-        with leaving_cleanly():
-            return super().invoke(ctx)
+    target: Target = None
+    draft: Draft = None
+    revision: Revision = None
+    draft_revision: DraftRevision = None
+    trust_remote_code: TrustRemoteCode = False
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    threads: Threads = 0
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
-        end = args.index("--") if "--" in args else len(args)
-        renamed = [_new_name(argument, known) for argument in args[:end]]
-        return super().parse_args(ctx, [*renamed, *args[end:]])
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+        if self.target is None and (self.revision is not None or self.draft_revision is not None):
+            raise ValueError("--revision without --target: the embedded models have no revisions")
 
+    @property
+    def loading(self) -> Loading:
+        """What `from_pretrained` is given besides the name."""
+        return Loading(self.revision, self.draft_revision, self.trust_remote_code)
 
-def _new_name(argument: str, known: set[str]) -> str:
-    """Return an argument under its new name; an option that was removed is refused."""
-    old, equals, value = argument.partition("=")
-    new = RENAMED.get(old, old)
-    if old in known or new == old and old not in REMOVED:
-        return argument
-    if new not in known:
-        if old in REMOVED:
-            raise ValueError(f"{old} was removed: {REMOVED[old]}")
-        return argument
-    print(f"warning: {old} is now {new}; the next release will not accept {old}", file=sys.stderr)
-    return f"{new}{equals}{value}"
+    def check(self) -> None:
+        """Refuse names of models that cannot be loaded."""
+        check_names(self.target, self.draft)
+
+    def place(self) -> tuple[str, str]:
+        """Return device and dtype, "auto" resolved, and set the number of torch's threads."""
+        if self.threads:
+            import torch
+
+            torch.set_num_threads(self.threads)
+        return place(self.device, self.dtype)
+
+    def open_pair(self) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
+        """Load target, draft and tokenizer."""
+        return open_pair(self.target, self.draft, self.device, self.dtype, self.threads, self.loading)
 
 
 @dataclass(frozen=True)
-class GenerationOptions:
+class GenerationOptions(ModelOptions):
     """The options that `generate`, `chat` and `trace` share."""
 
-    target: Target = None
     draft: Drafts = None
     corpus: Corpus = None
     length_head: LengthHeadName = None
@@ -138,13 +134,11 @@ class GenerationOptions:
     max_matching_ngram_size: MaxMatchingNgramSize = None
     runtime: Runtime = None
     max_new_tokens: MaxNewTokens = 128
+    max_time: MaxTime = None
     temperature: Temperature = 0.0
     top_k: TopK = None
     top_p: TopP = None
     seed: Seed = 0
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    threads: Threads = 0
 
     def settings(self) -> SpecBranchConfig:
         """Return the settings of the file, if one is given, overridden by the options."""
@@ -152,6 +146,10 @@ class GenerationOptions:
         given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         given |= draft_form(self.draft_weights, self.draft_shortlist)
         return replace(read_settings(self.config) if self.config is not None else SpecBranchConfig(), **given)
+
+    def limits(self) -> dict[str, Any]:
+        """Return the arguments of `generate()` that end a text."""
+        return {"max_new_tokens": self.max_new_tokens} | ({} if self.max_time is None else {"max_time": self.max_time})
 
     def sampling(self) -> dict[str, Any]:
         """Return the arguments of `generate()` that choose tokens."""
@@ -166,10 +164,6 @@ class GenerationOptions:
         """Return what `generate(length_head=...)` takes."""
         return head_from(self.length_head, self.target, self.draft, self.device)
 
-    def open_pair(self) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
-        """Load target, draft and tokenizer."""
-        return open_pair(self.target, self.draft, self.device, self.dtype, self.threads)
-
     def open_model(self) -> tuple[Any, Any]:
         """Load the target, attach what drafts for it, and return it with its tokenizer."""
         name, looks_up = draft_names(self.draft, self.target)
@@ -177,26 +171,44 @@ class GenerationOptions:
             raise ValueError(f"--corpus {self.corpus}: no such file; LookupCorpus.save() writes one")
         if name is None and self.target is not None:
             check_folder("--target", self.target)
-            target, tokenizer = open_target(self.target, self.device, self.dtype, self.threads)
+            target, tokenizer = open_target(self.target, self.device, self.dtype, self.threads, self.loading)
             draft = None
         else:
-            target, draft, tokenizer = open_pair(self.target, name, self.device, self.dtype, self.threads)
+            target, draft, tokenizer = open_pair(self.target, name, self.device, self.dtype, self.threads, self.loading)
         from ..attach import specbranch
 
         sources = [draft] * (name is not None) + ["lookup"] * looks_up
         return specbranch(target, draft=sources, corpus=self.corpus), tokenizer
 
 
-def with_generation_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def with_generation_options(**defaults: Any) -> Decorator:
     """Add the options of `GenerationOptions` to a command, which receives them as its argument `given`.
 
     Args:
         defaults: other defaults of this command, by name.
     """
+    return _with_options(GenerationOptions, defaults, ())
 
+
+def with_model_options(leave_out: Sequence[str] = (), **defaults: Any) -> Decorator:
+    """Add the options of `ModelOptions` to a command, which receives them as its argument `given`.
+
+    Args:
+        leave_out: options that this command does not have.
+        defaults: other defaults of this command, by name.
+    """
+    return _with_options(ModelOptions, defaults, leave_out)
+
+
+def _with_options(kind: type[ModelOptions], defaults: dict[str, Any], leave_out: Sequence[str]) -> Decorator:
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        shared = inspect.signature(GenerationOptions, eval_str=True).parameters.values()
+        shared = [
+            each for each in inspect.signature(kind, eval_str=True).parameters.values() if each.name not in leave_out
+        ]
         parameters = [
             *(each for each in own if each.name != "given"),
             *(each.replace(default=defaults.get(each.name, each.default)) for each in shared),
@@ -204,7 +216,7 @@ def with_generation_options(**defaults: Any) -> Callable[[Callable[..., None]], 
 
         @wraps(command)
         def run(**values: Any) -> None:
-            given = GenerationOptions(**{each.name: values.pop(each.name) for each in shared})
+            given = kind(**{each.name: values.pop(each.name) for each in shared})
             command(given=given, **values)
 
         by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
@@ -250,6 +262,15 @@ def check_file(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path}: it cannot be written ({error.strerror})") from None
 
 
+def check_folder_out(option: str, path: Path) -> None:
+    """Refuse a folder that cannot be written to or created, before any work."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{option} {path}: a file of that name is there; name a folder")
+    above = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: it cannot be written in {above}")
+
+
 def check_picture(path: Path | None) -> None:
     """Refuse a picture that cannot be drawn or written, before any work."""
     check_file("--png", path)
@@ -273,7 +294,7 @@ def place(device: str, dtype: str) -> tuple[str, str]:
 
 
 def open_pair(
-    target: str | None, draft: str | None, device: str, dtype: str, threads: int = 0
+    target: str | None, draft: str | None, device: str, dtype: str, threads: int = 0, loading: Loading = NEWEST
 ) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
     """Load target, draft and tokenizer."""
     check_names(target, draft)
@@ -284,10 +305,12 @@ def open_pair(
     if threads:
         torch.set_num_threads(threads)
     device, dtype = place(device, dtype)
-    return load_pair(target, draft, device, dtype)
+    return load_pair(target, draft, device, dtype, loading)
 
 
-def open_target(target: str, device: str, dtype: str, threads: int = 0) -> tuple[PreTrainedModel, Any]:
+def open_target(
+    target: str, device: str, dtype: str, threads: int = 0, loading: Loading = NEWEST
+) -> tuple[PreTrainedModel, Any]:
     """Load a target and its tokenizer."""
     import torch
 
@@ -295,7 +318,7 @@ def open_target(target: str, device: str, dtype: str, threads: int = 0) -> tuple
 
     if threads:
         torch.set_num_threads(threads)
-    return load_target(target, *place(device, dtype))
+    return load_target(target, *place(device, dtype), loading)
 
 
 def head_from(name: str | None, target: str | None, draft: str | None, device: str) -> Any:

@@ -17,11 +17,11 @@ from ..bench.methods import Pair
 from ..bench.twin import check_name, check_twin, make_twin
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
-from .names import EMBEDDED, check_names
+from .names import EMBEDDED, NEWEST, Loading, check_names
 
 
 def load_pair(
-    target: str | None, draft: str | None, device: str, dtype: str, revision: str | None = None
+    target: str | None, draft: str | None, device: str, dtype: str, loading: Loading = NEWEST
 ) -> tuple[PreTrainedModel, PreTrainedModel, Any]:
     """Load target, draft and tokenizer by name; without a target, the embedded one with its "good" or "weak" draft.
 
@@ -35,19 +35,19 @@ def load_pair(
     if target is None:
         return load_demo_pair(cast(Literal["good", "weak"], draft or "good"), dtype=kind, device=device)
     assert draft is not None
-    large, tokenizer = load_target(target, device, dtype, revision)
+    large, tokenizer = load_target(target, device, dtype, loading)
     with naming_option("--draft", draft):
-        small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind)
+        small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, **loading.draft)
     return large, small.to(device).eval(), tokenizer
 
 
-def load_target(target: str, device: str, dtype: str, revision: str | None = None) -> tuple[PreTrainedModel, Any]:
+def load_target(target: str, device: str, dtype: str, loading: Loading = NEWEST) -> tuple[PreTrainedModel, Any]:
     """Load a target and its tokenizer by name."""
     kind = dtype_of(dtype)
     logging.disable_progress_bar()
     with naming_option("--target", target):
-        tokenizer = AutoTokenizer.from_pretrained(target, revision=revision)
-        large = AutoModelForCausalLM.from_pretrained(target, dtype=kind, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(target, **loading.target)
+        large = AutoModelForCausalLM.from_pretrained(target, dtype=kind, **loading.target)
     return large.to(device).eval(), tokenizer
 
 
@@ -81,6 +81,7 @@ class PairNames(NamedTuple):
     length_head: str | None
     device: str
     dtype: str
+    loading: Loading = NEWEST
 
 
 def load_bench_pair(names: PairNames) -> Pair:
@@ -90,9 +91,9 @@ def load_bench_pair(names: PairNames) -> Pair:
     logging.disable_progress_bar()
     head = _small_head(names)
     if shapes is None:
-        target, draft, tokenizer = load_pair(names.target, names.draft, names.device, names.dtype)
+        target, draft, tokenizer = load_pair(names.target, names.draft, names.device, names.dtype, names.loading)
     else:
-        small, small_draft, tokenizer = load_pair(names.target, names.draft, "cpu", "float32")
+        small, small_draft, tokenizer = load_pair(names.target, names.draft, "cpu", "float32", names.loading)
         dtype = dtype_of(names.dtype)
         for model, shape in zip((small, small_draft), shapes):
             check_twin(cast(Any, model), shape)

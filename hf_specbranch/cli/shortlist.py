@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import options
 from .names import check_folder
 from .printing import leaving_cleanly
 
@@ -31,6 +32,7 @@ def shortlist(
     """
     with leaving_cleanly():
         check_folder("--tokenizer", tokenizer)
+        options.check_file("--out", out)
         for path in corpus:
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: no such file")

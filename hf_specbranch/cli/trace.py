@@ -41,9 +41,8 @@ def trace(
         settings = given.settings()
         if compare is not None and compare not in POLICIES:
             raise ValueError(f"--compare {compare}: expected one of {', '.join(POLICIES)}")
-        if out.exists() and not out.is_dir():
-            raise NotADirectoryError(f"--out {out}: a file of that name is there; name a folder")
-        sampling = given.sampling()
+        options.check_folder_out("--out", out)
+        sampling, limits = given.sampling(), given.limits()
         import torch
 
         from ..attach import specbranch
@@ -63,7 +62,9 @@ def trace(
                 chosen = as_if_captured(chosen, target.device, is_cheap(target, draft))
             for count in (min(WARM_UP_TOKENS, given.max_new_tokens), given.max_new_tokens):  # the first is a warm-up
                 torch.manual_seed(given.seed)
-                found = record(model, tokenizer, text, specbranch=chosen, max_new_tokens=count, **sampling)
+                found = record(
+                    model, tokenizer, text, specbranch=chosen, **sampling, **limits | {"max_new_tokens": count}
+                )
             recordings.append(found)
         trace_file, page_file = save(recordings, out)
         if not sampling["do_sample"]:  # greedy text can be replayed with other settings and step costs

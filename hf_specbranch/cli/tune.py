@@ -14,7 +14,6 @@ from ..bench.plots import save_by_length
 from ..bench.prompts import python_prompts, read_prompts
 from ..config import POLICIES
 from . import options
-from .names import check_names
 from .printing import Console, leaving_cleanly
 from .progress import showing_progress
 
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 TUNED = tuple(policy for policy in POLICIES if policy not in ("auto", "autoregressive"))  # these have numbers to search
 
 
+@options.with_model_options()
 def tune(
+    given: options.ModelOptions,
     out: Annotated[Path, typer.Option(help="Where to write the settings.")],
-    target: options.Target = None,
-    draft: options.Draft = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with id and prompt. Default: our own.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Use N of them, drawn at random.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Per prompt.")] = 64,
@@ -35,9 +34,6 @@ def tune(
     finalists: Annotated[int, typer.Option(min=1, help="Settings to measure, in addition to the defaults.")] = 6,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each per prompt.")] = 2,
     runtime: options.Runtime = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: options.Threads = 0,
     seed: Annotated[int, typer.Option(help="For drawing the prompts.")] = 0,
     png: Annotated[Path | None, typer.Option(help="Plot predicted and measured speed by draft length.")] = None,
     as_json: options.Json = False,
@@ -57,7 +53,7 @@ def tune(
         options.check_picture(png)
         texts = [each.prompt for each in (read_prompts(prompts) if prompts else python_prompts())]
         drawn = random.Random(seed).sample(texts, min(num_prompts, len(texts)))
-        check_names(target, draft)
+        given.check()
         with showing_progress(quiet=as_json) as progress:
             progress.doing("importing torch and transformers")
             import torch
@@ -68,7 +64,7 @@ def tune(
 
             progress.doing("loading the models")
             torch.manual_seed(seed)
-            large, small, tokenizer = options.open_pair(target, draft, device, dtype, threads)
+            large, small, tokenizer = given.open_pair()
         inputs = [dict(tokenizer(text, return_tensors="pt").to(large.device)) for text in drawn]
         policies = [policy] if policy is not None else TUNED
         total = tuning_generations(len(drawn), finalists, repeat, len(policies))

@@ -8,19 +8,15 @@ from typing import Annotated
 import typer
 
 from . import options
-from .names import check_names
 from .printing import leaving_cleanly
 from .progress import showing_progress
 
 
+@options.with_model_options()
 def warmup(
-    target: options.Target = None,
-    draft: options.Draft = None,
+    given: options.ModelOptions,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated numbers of rows.")] = "1,2,4",
     max_length: Annotated[int, typer.Option(min=1, help="Longest text, prompt included, in tokens.")] = 4096,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    threads: options.Threads = 0,
     as_json: options.Json = False,
 ) -> None:
     """Build the GPU kernels of a pair and keep them on disk: later processes start quickly.
@@ -33,13 +29,13 @@ def warmup(
     """
     with leaving_cleanly():
         sizes = _sizes(batch_sizes)
-        check_names(target, draft)
+        given.check()
         with showing_progress(quiet=as_json) as progress:
             progress.doing("importing torch and transformers")
             from ..attach import specbranch
 
             progress.doing("loading the models")
-            large, small, _ = options.open_pair(target, draft, device, dtype, threads)
+            large, small, _ = given.open_pair()
         model = specbranch(large, draft=small)
         done = model.warm_up_specbranch(batch_sizes=sizes, max_length=max_length, progress=not as_json)
         found = {name: getattr(done, name) for name in ("seconds", "graphs_captured", "memory_bytes")}
