@@ -181,6 +181,15 @@ def transformers_model(model: Any) -> Any:
     return inner() if callable(inner) else model
 
 
+def is_compiled(model: Any) -> bool:
+    """Return whether the user has compiled a model: `torch.compile(model)`, `model.compile()`, or its forward."""
+    return (
+        hasattr(model, "_orig_mod")
+        or getattr(model, "_compiled_call_impl", None) is not None
+        or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable")
+    )
+
+
 def draft_model(model: Any) -> Any:
     """Return the transformers model inside a draft, and refuse prompt learning.
 

@@ -17,7 +17,7 @@ from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
-from .model_state import every_parameter, why_adapters_need_plain
+from .model_state import every_parameter, is_compiled, why_adapters_need_plain
 from .progress import Progress
 from .runtime.eager import layer_kinds
 from .runtime.kv_cache import why_not_loaded
@@ -223,6 +223,11 @@ SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 def check_model(model: PreTrainedModel, role: str) -> None:
     """Refuse a model that cannot be a target or a draft (`role`)."""
     name = type(model).__name__
+    if is_compiled(model):
+        raise ValueError(
+            f"the {role} is under torch.compile, which would compile it again for each shape: pass the model as it was "
+            f"loaded, on a GPU its stages are captured as CUDA graphs"
+        )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
     if model.config.is_encoder_decoder:

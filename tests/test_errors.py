@@ -191,3 +191,18 @@ def test_warm_up_refuses_before_it_generates(arguments, words, target):
     model = attached(target)
     with pytest.raises(ValueError, match=words):
         model.warm_up_specbranch(**{"max_length": 64, "progress": False, **arguments})
+
+
+@pytest.mark.parametrize("way", ["wrapper", "in place", "forward"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_compiled_models_are_refused(way, role, target):
+    pair = {"target": attached(target), "draft": llama(seed=1)}
+    pair["target"].detach_specbranch()
+    if way == "wrapper":
+        pair[role] = torch.compile(pair[role], backend="eager")
+    elif way == "in place":
+        pair[role].compile(backend="eager")
+    else:
+        pair[role].forward = torch.compile(pair[role].forward, backend="eager")
+    with pytest.raises(ValueError, match=f"the {role} is under torch.compile"):
+        specbranch(pair["target"], draft=pair["draft"])

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -143,3 +144,18 @@ def test_one_call_enters_few_files():
 def test_no_file_is_long():
     longest = max(ROOT.rglob("*.py"), key=lambda path: len(path.read_text().splitlines()))
     assert len(longest.read_text().splitlines()) <= 350, longest
+
+
+WITHOUT_TRITON = """
+import importlib, pkgutil, sys
+sys.modules["triton"] = None  # its import fails, as on Windows and macOS
+import hf_specbranch
+for module in pkgutil.walk_packages(hf_specbranch.__path__, "hf_specbranch."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def test_every_module_is_imported_without_triton():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
