@@ -10,9 +10,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation import CandidateGenerator
 
 from .config import SpecBranchConfig
 from .corpus import LookupCorpus
+from .decoding.candidates import check_generator
 from .kernels import warm_up_in_background
 from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
@@ -38,8 +40,8 @@ def specbranch(
     Args:
         model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
         draft: what drafts where `generate()` is given no assistant: a smaller model with the same tokenizer; its folder
-            or repository id, which is loaded to the target's device in its dtype; "lookup"; or a list of a model and
-            "lookup". By default, lookup drafts are used where they pay.
+            or repository id, which is loaded to the target's device in its dtype; "lookup"; a list of a model and
+            "lookup"; or a `CandidateGenerator` of transformers. By default, lookup drafts are used where they pay.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
             none.
         corpus: texts in which lookup drafts are found besides the text itself: a `LookupCorpus`, or its file.
@@ -55,17 +57,31 @@ def specbranch(
     check_model(target := transformers_model(model), "target")
     config = SpecBranchConfig.from_dict(settings) if settings else None
     texts = corpus if corpus is None or isinstance(corpus, LookupCorpus) else LookupCorpus.load(corpus)
-    own_draft, looks_up = _sources(target, draft)
+    candidates = _candidates(draft)
+    own_draft, looks_up = _sources(target, None if candidates is not None else draft)
     warm_up_in_background(target.device)
     before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
         draft=before.draft if draft is None else own_draft,
+        candidates=before.candidates if draft is None else candidates,
         looks_up=before.looks_up if draft is None else looks_up,
         head=before.head if head is None else head,
         corpus=before.corpus if texts is None else texts,
         config=before.config if config is None else config,
     )
     return model
+
+
+def _candidates(given: Any) -> CandidateGenerator | None:
+    """Return the candidate generator that drafts, if there is one; it drafts alone."""
+    named = list(given) if isinstance(given, (list, tuple)) else [given]
+    found = [each for each in named if isinstance(each, CandidateGenerator)]
+    if not found:
+        return None
+    if len(named) > 1:
+        raise ValueError(f"draft={given!r}: a {type(found[0]).__name__} drafts alone, so give no other source with it")
+    check_generator(found[0])
+    return found[0]
 
 
 def _sources(target: PreTrainedModel, given: Any) -> tuple[PreTrainedModel | None, bool]:

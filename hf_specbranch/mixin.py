@@ -19,9 +19,11 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import CandidateGenerator
 
 from .config import SpecBranchConfig
 from .decoding.call import Call
+from .decoding.candidates import check_generator, settings_for_candidates
 from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
@@ -71,7 +73,7 @@ class SpecBranchMixin(GenerationMixin):
     def generate(
         self,
         *args: Any,
-        assistant_model: torch.nn.Module | None = None,
+        assistant_model: torch.nn.Module | CandidateGenerator | None = None,
         specbranch: SpecBranchConfig | dict[str, Any] | str | Path | bool | None = None,
         length_head: Any = None,
         speculation_hooks: Sequence[SpeculationHook] = (),
@@ -87,7 +89,8 @@ class SpecBranchMixin(GenerationMixin):
         a draft or settings were given, one warning says why.
 
         Args:
-            assistant_model: the draft model; by default the one given to `specbranch(model, draft=...)`.
+            assistant_model: the draft model, or a `CandidateGenerator`; by default the one given to
+                `specbranch(model, draft=...)`.
             specbranch: settings, as a `SpecBranchConfig`, a dict, or the path of a JSON file. By default those
                 in the generation config, or else the defaults. False: transformers' own decoding.
             length_head: decides how much of a draft to send; a `LengthHead`, a folder, a repository id (with
@@ -128,20 +131,27 @@ class SpecBranchMixin(GenerationMixin):
                 self._warn_once(f"{source} names another source of candidates")
             return plain(assistant)
         attachment = self._specbranch_memory
-        draft = draft_model(assistant) if assistant is not None else attachment.draft
+        given = assistant if assistant is not None else attachment.candidates
+        candidates = given if isinstance(given, CandidateGenerator) else None
+        draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
         config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
         if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
-            draft = None  # as in transformers, lookup takes the place of a draft model
+            draft = candidates = None  # as in transformers, lookup takes the place of a draft model
             config = replace(config, policy="auto")
-        asked = draft is not None or attachment.asks or not (specbranch is None and settings.specbranch is None)
+        named = draft is not None or candidates is not None
+        asked = named or attachment.asks or not (specbranch is None and settings.specbranch is None)
 
         # 2. Validate: bad input is an error, what is unsupported a reason to fall back.
         model = cast(PreTrainedModel, self)
         if not asked and why_left_alone(model, settings):
             return plain()
-        if draft is None and config.policy == "auto":
+        if candidates is not None:
+            check_generator(candidates)
+            config = settings_for_candidates(config)
+        elif draft is None and config.policy == "auto":
             config = without_model(config)
-        check_request(model, draft, config, settings.tokenizer, settings.assistant_tokenizer)
+        drafts = draft if candidates is None else candidates
+        check_request(model, drafts, config, settings.tokenizer, settings.assistant_tokenizer)
         reason = why_plain(model, draft, settings)
 
         # 3. Attach the request. 4. and 5.: transformers prepares the call, and `_assisted_decoding` speculates.
@@ -149,7 +159,7 @@ class SpecBranchMixin(GenerationMixin):
         fills_cache = arguments.get("past_key_values") is not None
         config = replace(config, length_head=head)
         hooks, corpus = tuple(speculation_hooks), attachment.corpus
-        request = Request(config, draft, hooks, generator, fills_cache, corpus, speculation_observer, asked)
+        request = Request(config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked)
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
@@ -169,6 +179,8 @@ class SpecBranchMixin(GenerationMixin):
     ) -> Any:
         if warming_up.get() is not None:
             raise ValueError("there is nothing to warm up: transformers' own decoding would run")
+        if isinstance(assistant, CandidateGenerator):
+            raise ValueError(f"transformers' own decoding takes no {type(assistant).__name__}: leave it out")
         with seeded_from(generator, cast(PreTrainedModel, self)):
             output = super().generate(assistant_model=assistant, **arguments)
         self.specbranch_stats = None  # a processor may have called `generate()` of this model meanwhile
@@ -236,6 +248,7 @@ class SpecBranchMixin(GenerationMixin):
             model_kwargs=model_kwargs,
             fills_cache=request.fills_cache,
             corpus=request.corpus,
+            candidates=request.candidates,
             observer=request.observer,
         )
         if request.warm_up is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .corpus import LookupCorpus
@@ -42,6 +42,7 @@ class Attachment:
     """What was given to `specbranch(model, ...)`. A plain object, so that the draft is no submodule of the target."""
 
     draft: PreTrainedModel | None = None
+    candidates: CandidateGenerator | None = None  # drafts in place of a model
     head: Any = None
     looks_up: bool = False  # lookup was named as a source of drafts
     corpus: LookupCorpus | None = None
@@ -52,7 +53,8 @@ class Attachment:
     @property
     def asks(self) -> bool:
         """Whether a source of drafts or settings were given."""
-        return self.draft is not None or self.looks_up or self.corpus is not None or self.config is not None
+        given = self.draft, self.candidates, self.corpus, self.config
+        return self.looks_up or any(each is not None for each in given)
 
 
 class FallBack(Exception):
@@ -149,6 +151,7 @@ class Request:
     generator: torch.Generator | None
     fills_cache: bool  # past_key_values was passed in
     corpus: LookupCorpus | None
+    candidates: CandidateGenerator | None  # drafts in place of a model
     observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
     asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
     # Capture all stages instead of generating, and report progress here.
@@ -297,19 +300,19 @@ def _has_own_generate(model: PreTrainedModel) -> bool:
 
 
 def check_request(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: SpecBranchConfig, tokenizer: Any, assistant: Any
+    target: PreTrainedModel, draft: Any, config: SpecBranchConfig, tokenizer: Any, assistant: Any
 ) -> None:
     """Refuse a `generate()` call whose models or settings cannot work.
 
     Args:
         target: the model that generates.
-        draft: its draft, if there is one.
+        draft: its draft model or candidate generator, if there is one.
         config: the settings of the call.
         tokenizer: the target's tokenizer, if it was passed.
         assistant: the draft's tokenizer, if it was passed.
     """
     check_model(target, "target")
-    if not POLICIES[config.policy].drafts:
+    if not POLICIES[config.policy].drafts or isinstance(draft, CandidateGenerator):
         return
     if draft is None:
         raise ValueError(

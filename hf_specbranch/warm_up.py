@@ -28,7 +28,7 @@ def warm_up(
     model: Any,
     batch_sizes: Sequence[int] = (1,),
     max_length: int = 4096,
-    assistant_model: torch.nn.Module | None = None,
+    assistant_model: Any = None,
     progress: bool = True,
     **generate_kwargs: Any,
 ) -> WarmUp:
@@ -42,7 +42,7 @@ def warm_up(
         batch_sizes: numbers of rows. Greedy batches of a size in between run on the stages of the next larger one, if
             that has at most twice as many rows.
         max_length: the longest text, prompt included.
-        assistant_model: the draft; by default the one that is attached. Without one, the target decodes alone.
+        assistant_model: as in `generate()`; by default the one that is attached. Without one, the target decodes alone.
         progress: show a bar on standard error.
         generate_kwargs: further arguments of the calls to come, such as `do_sample`, `temperature` or `specbranch`.
 
@@ -77,6 +77,6 @@ def warm_up(
                 captured += 0 if stats is None else stats.graphs_captured
         finally:
             warming_up.reset(before)
-    models = [model] if draft is None else [model, draft]
+    models = [each for each in (model, draft) if isinstance(each, torch.nn.Module)]
     held = sum(runner.num_bytes for each in models for runner in state_of(each).idle_runners)
     return WarmUp(time.perf_counter() - began, captured, held)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
@@ -47,6 +47,7 @@ class Call:
     model_kwargs: dict[str, Any]
     fills_cache: bool  # the caller's own past_key_values is to be kept up to date
     corpus: LookupCorpus | None = None  # where lookup drafts are found besides the text
+    candidates: CandidateGenerator | None = None  # drafts in place of a model
     observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
     pause: int | None = None  # the length of text at which this call ends and another continues
     ended: tuple[bool, ...] = ()  # rows that were complete before

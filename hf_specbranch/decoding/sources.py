@@ -16,6 +16,7 @@ from ..runtime.eager import EagerRunner, leading_padding
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .call import Call
+from .candidates import CandidateDraft
 from .draft_model import DraftModel
 from .draft_source import DraftOps, DraftSource
 from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
@@ -52,10 +53,18 @@ class Sources:
     buffers_for: Callable[[EagerRunner, torch.device, tuple[Hashable, ...]], Buffers]
     step_costs: Callable[[int], StepCosts]  # at a length of text
     lookup: Lookup | None = None  # follows the text through all plans
+    candidates: CandidateDraft | None = None  # the user's generator, if it drafts
 
     def source_of(self, plan: SpecBranchConfig, parts: Parts) -> DraftSource:
         """Return the draft source of a plan."""
         policy, nothing = POLICIES[plan.policy], parts.verifier.nothing
+        if self.call.candidates is not None and policy.drafts:
+            draws = self.samples and not self.in_step
+            self.candidates = CandidateDraft(
+                self.call.candidates, parts.text.buffers, parts.verifier, self._own_attention, plan.draft_length,
+                self.vocabulary, draws,
+            )  # fmt: skip
+            return self.candidates
         drafter = None
         if self.draft_runner is not None and policy.drafts:
             drafter = self._drafter(plan, self.draft_runner, parts)

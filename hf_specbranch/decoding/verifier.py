@@ -91,6 +91,7 @@ class Verifier:
         self.feature_memory: Tensor | None = None
         self.features: Tensor | None = None  # [B, layers, H] target hidden states where the last token was chosen
         self.scores: Tensor | None = None  # [B, N + 1, V] of the last round; None in Triton
+        self.logits = torch.empty(0)  # [B, N + 1 + W, V] of the last round, from the target
 
     def verify(
         self, step: Step, draft_tokens: DraftTokens, branches: BranchStarts, drafted: Callable[[], Tensor]
@@ -106,7 +107,7 @@ class Verifier:
         rows, count = draft_tokens.tokens.shape
         if count not in self.result_memory:
             self.result_memory[count] = self.buffers.tensor(f"result{count}", (rows, RESULT_NUMBERS + count))
-        packed, queries = self.result_memory[count], step.logits.shape[1]
+        packed, queries, self.logits = self.result_memory[count], step.logits.shape[1], step.logits
         self.features = self._memory_for_features(step)
         verify = self._verify_in_triton if self.in_triton else self._verify_in_torch
 

@@ -89,11 +89,12 @@ def _run(
     parts = assembly.with_drafter(plan, parts)
     overlap.enabled = plan.overlap and policy.drafts_ahead
     feedback = take_over(parts, feedback)
-    if assembly.lookup is None:
+    on_host = assembly.lookup or assembly.candidates  # decides on the host how many tokens to propose
+    if on_host is None:
         feedback = decode(parts, overlap, feedback, range(ROUNDS))
     else:
-        for count in (0, *assembly.lookup.lengths, 0):  # drafts, looked-up tokens, and drafts after these
-            assembly.lookup.forced = count
+        for count in (0, *on_host.lengths, 0):  # drafts, tokens from elsewhere, and drafts after these
+            on_host.forced = count
             feedback = decode(parts, overlap, feedback, range(ROUNDS))
     if policy.drafts_ahead:
         for moved, draft_ended in product((False, True), repeat=2):
