@@ -19,6 +19,7 @@ from .kernels import warm_up_in_background
 from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
 from .request import Attachment, check_model, check_pair
+from .runtime.ranks import follows
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _TEMPORARY_CALLS = Lock()
@@ -92,7 +93,10 @@ def _sources(target: PreTrainedModel, given: Any) -> tuple[PreTrainedModel | Non
         raise ValueError(f"draft={given!r}: expected one draft model at most, and {LOOKUP!r}")
     if not models:
         return None, LOOKUP in named
-    draft = _load(target, models[0]) if isinstance(models[0], (str, Path)) else draft_model(models[0])
+    if is_named := isinstance(models[0], (str, Path)):
+        if follows(target):  # rank 0 of a tensor parallel target has the draft
+            return None, LOOKUP in named
+    draft = _load(target, models[0]) if is_named else draft_model(models[0])
     check_model(draft, "draft")
     return draft, LOOKUP in named
 

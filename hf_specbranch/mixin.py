@@ -30,7 +30,7 @@ from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
 from .heads.model import resolve_head
-from .model_state import draft_model
+from .model_state import draft_model, ranks_of
 from .padding_check import check_padded_batches
 from .plain_calls import leave_refused_inputs, seeded_from, why_left_alone, why_refused
 from .planning.knowledge import forget
@@ -141,8 +141,12 @@ class SpecBranchMixin(GenerationMixin):
         named = draft is not None or candidates is not None
         asked = named or attachment.asks or not (specbranch is None and settings.specbranch is None)
 
-        # 2. Validate: bad input is an error, what is unsupported a reason to fall back.
+        # 2. Validate: bad input is an error, what is unsupported a reason to fall back. Rank 0 of a tensor parallel
+        # target has the draft, and decides for all ranks.
         model = cast(PreTrainedModel, self)
+        ranks = ranks_of(model)
+        if ranks is not None:
+            asked, assistant = ranks.agree((asked, None if assistant is None else True))
         if not asked and why_left_alone(model, settings):
             return plain()
         if candidates is not None:
@@ -151,8 +155,12 @@ class SpecBranchMixin(GenerationMixin):
         elif draft is None and config.policy == "auto":
             config = without_model(config)
         drafts = draft if candidates is None else candidates
-        check_request(model, drafts, config, settings.tokenizer, settings.assistant_tokenizer)
-        reason = why_plain(model, draft, settings)
+
+        def why_not_served() -> str:
+            check_request(model, drafts, config, settings.tokenizer, settings.assistant_tokenizer)
+            return why_plain(model, draft, settings)
+
+        reason = why_not_served() if ranks is None else ranks.agree_on(why_not_served)
 
         # 3. Attach the request. 4. and 5.: transformers prepares the call, and `_assisted_decoding` speculates.
         head = length_head if length_head is not None else config.length_head or attachment.head
@@ -202,9 +210,13 @@ class SpecBranchMixin(GenerationMixin):
             return
         if generation_mode_kwargs.get("synced_gpus"):  # transformers knows how the model is distributed
             raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP")
+        load = partial(self._load_head, request, generation_mode_kwargs.get("tokenizer"))
+        ranks = ranks_of(cast(PreTrainedModel, self))
+        load() if ranks is None else ranks.agree_on(load)
+
+    def _load_head(self, request: Request, tokenizer: Any) -> None:
         given = request.config.length_head
         if given is not None and request.draft is not None and POLICIES[request.config.policy].forks:
-            tokenizer = generation_mode_kwargs.get("tokenizer")
             head = resolve_head(given, cast(PreTrainedModel, self), request.draft, tokenizer)
             if isinstance(head, SpeculationHook):
                 request.hooks, head = (*request.hooks, head), None
@@ -236,7 +248,7 @@ class SpecBranchMixin(GenerationMixin):
         model = cast(PreTrainedModel, self)
         call = Call(
             model=model,
-            draft=request.draft_of_call(model, bool(generation_config.do_sample)),
+            draft=None,
             config=request.config,
             hooks=request.hooks,
             generator=request.generator,
@@ -250,19 +262,31 @@ class SpecBranchMixin(GenerationMixin):
             corpus=request.corpus,
             candidates=request.candidates,
             observer=request.observer,
+            ranks=ranks_of(model),
         )
-        if request.warm_up is not None:
-            self.specbranch_stats = capture_stages(call, request.warm_up)
-            return input_ids
+
+        def run(call: Call) -> Any:
+            call = replace(call, draft=request.draft_of_call(model, bool(generation_config.do_sample)))
+            return speculate(call) if request.warm_up is None else capture_stages(call, request.warm_up)
+
         try:
-            if request.asked:
+            if request.warm_up is not None:
+                pass
+            elif request.asked:
                 check_inputs(model, input_ids, model_kwargs)
             else:
                 leave_refused_inputs(model, input_ids, model_kwargs)
             if not bool(call.attention().all()):
                 check_padded_batches(model)
-            output, self.specbranch_stats = speculate(call)
+            if call.ranks is None:
+                output, self.specbranch_stats = run(call)
+            else:
+                from .decoding.parallel_ranks import on_all_ranks
+
+                output, self.specbranch_stats = on_all_ranks(call, run)
         except FallBack as found:  # step 6, from here: transformers has prepared everything
+            if request.warm_up is not None:
+                raise
             if request.asked:
                 self._warn_once(str(found))
             with seeded_from(request.generator, model):

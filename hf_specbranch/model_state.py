@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -40,6 +42,7 @@ class ModelState:
         original: weakly refers to the model that it is a copy of.
         user: weakly refers to the call that runs such a copy.
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
+        ranks: the processes of a tensor parallel model (`runtime.ranks.Ranks`).
     """
 
     mask_makers: dict[Hashable, Any] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class ModelState:
     original: Any = None
     user: Any = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
+    ranks: Any = None
 
 
 _STATES: WeakKeyDictionary[nn.Module, ModelState] = WeakKeyDictionary()
@@ -78,6 +82,27 @@ def state_of(model: nn.Module) -> ModelState:
     with _lock:
         state = _STATES.get(model)
         return _STATES.setdefault(model, ModelState()) if state is None else state
+
+
+def ranks_of(model: nn.Module) -> Any:
+    """Return the processes of a tensor parallel model (`runtime.ranks.Ranks`); None for a model in one process.
+
+    The first call must come from all of these processes.
+    """
+    if getattr(model, "_tp_size", None) is None:
+        return None
+    from .runtime.ranks import Ranks, tensor_parallel_group
+
+    state, group = state_of(model), tensor_parallel_group(cast(PreTrainedModel, model))
+    if group is not None and state.ranks is None:
+        state.ranks = Ranks(group, cast(PreTrainedModel, model).device)
+    return state.ranks
+
+
+def agreed(model: nn.Module, value: Found) -> Found:
+    """Return what rank 0 of a tensor parallel model has found, on all of its ranks; in one process, the value."""
+    ranks = ranks_of(model)
+    return value if ranks is None else cast(Found, ranks.agree(value))
 
 
 def every_state() -> list[ModelState]:
@@ -155,9 +180,9 @@ def every_tensor(model: nn.Module) -> list[Tensor]:
 def _parts(tensor: Tensor) -> list[Tensor]:
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor]
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao, and DTensor, which holds its device mesh too
+        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]
     state = getattr(tensor, "quant_state", None)  # bitsandbytes
     if state is None:
         return [tensor]

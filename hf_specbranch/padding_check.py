@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from .config import SpecBranchConfig
-from .model_state import state_of
+from .model_state import agreed, state_of
 from .request import FallBack
 
 LENGTH, PADDING = 6, 2
@@ -30,7 +30,7 @@ def check_padded_batches(model: PreTrainedModel) -> None:
     state = state_of(model)
     if state.padding_is_plain is None:
         state.padding_is_plain = True  # for the batch of the check itself
-        state.padding_is_plain = _reads_padding_as_plain(model)
+        state.padding_is_plain = agreed(model, _reads_padding_as_plain(model))
     if not state.padding_is_plain:
         raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")
 

@@ -240,6 +240,8 @@ def check_model(model: PreTrainedModel, role: str) -> None:
             f"the {role} {name} keeps a recurrent state outside of its cache, where it cannot be rolled back: choose "
             f"another model"
         )
+    if role == "draft" and getattr(model, "_tp_size", None) is not None:
+        raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
     if any(parameter.is_meta for parameter in every_parameter(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
 

@@ -295,11 +295,12 @@ class Assembly(Sources):
         axes = None
         if next_position is not None and next_position.ndim == 3:
             axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
-        tokens_alone = self.static_shapes and call.is_tokens_alone(self.attention, runner.takes_spans)
+        alone = self.static_shapes and call.ranks is None
+        tokens_alone = alone and call.is_tokens_alone(self.attention, runner.takes_spans)
         return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
             self.given.feature_layers, self.stats, tokens_alone, self.further, axes, self.in_triton,
-            call.config.prefix_reuse and not cached,
+            call.config.prefix_reuse and not cached and call.ranks is None, call.ranks,
         )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ class Call:
     pause: int | None = None  # the length of text at which this call ends and another continues
     ended: tuple[bool, ...] = ()  # rows that were complete before
     padding: int = 0  # rows at the end that fill the batch up to a captured size; see `row_padding`
+    ranks: Any = None  # the processes of a tensor parallel model (`runtime.ranks.Ranks`), while all of them take part
 
     @property
     def rows(self) -> int:
@@ -71,6 +72,11 @@ class Call:
     @property
     def past(self) -> Cache | None:
         return self.model_kwargs.get("past_key_values", self.model_kwargs.get("cache_params"))
+
+    @property
+    def fills(self) -> bool:
+        """Whether the cache is returned, or was the caller's."""
+        return self.past is not None and (bool(self.generation_config.return_dict_in_generate) or self.fills_cache)
 
     @property
     def records(self) -> bool:

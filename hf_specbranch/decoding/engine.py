@@ -32,6 +32,7 @@ from .policies import POLICIES
 from .resolve import NONE, Feedback
 from .row_padding import count_padding, pad_rows
 from .scoring import is_opaque
+from .target import Target
 from .text import Text
 
 COLUMNS = 64  # of padding that are read in one pass
@@ -48,7 +49,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
     """Generate text; return the output and the statistics."""
     began = time.perf_counter()
     wanted, random_state = replace(call, pause=pause_of(call)), call.random_state()
-    call = pad_rows(wanted) if wanted.rows > 1 else wanted
+    call = pad_rows(wanted) if wanted.rows > 1 and wanted.ranks is None else wanted
     stats = SpecBranchStats(policy=call.config.policy, padding_rows=call.padding)
     with cpu_threads.limited(call.model.device if not call.generation_config.do_sample else None):
         output = None
@@ -57,7 +58,8 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
         except torch.OutOfMemoryError:
             # Before the first token the call can begin again, without what earlier calls have left on the device. A
             # padded call can begin again at any time, without padding: it has no streamer that was given tokens.
-            if not call.padding and (stats.new_tokens or not free_all(call.model.device)):
+            # Other ranks of a tensor parallel target cannot.
+            if not call.padding and (stats.new_tokens or call.ranks is not None or not free_all(call.model.device)):
                 raise
         if output is None:  # not in the handler, where the exception keeps the memory of the first attempt alive
             if call.padding:
@@ -77,7 +79,8 @@ def pause_of(call: Call) -> int | None:
     reread, cached = reread_of(call.model), 0 if call.past is None else past_length(call.past)
     if reread is None or call.stopper.max_length <= reread.at or (cached or call.input_ids.shape[1]) >= reread.at:
         return None
-    if cached or call.records or not reread.whole or call.stopper.called or any(map(is_opaque, call.processors)):
+    whole = reread.whole and not cached and not call.records and call.ranks is None
+    if not whole or call.stopper.called or any(map(is_opaque, call.processors)):
         raise FallBack(
             f"{type(call.model).__name__} gives up its cache at {reread.at} tokens, within reach of this call"
         )
@@ -221,21 +224,26 @@ def _make_output(call: Call, parts: Parts, stats: SpecBranchStats) -> Tensor | S
     target, text, recorder = parts.target, parts.text, parts.recorder
     sequences = text.sequences()
     past, returns = call.past, bool(call.generation_config.return_dict_in_generate)
-    fills = past is not None and (returns or call.fills_cache)
-    if fills:
+    if call.fills:
         target.read_skipped_token()
-    if fills or recorder is not None:
+    if call.fills or recorder is not None:
         read_padding(parts)
     config = call.model.config.get_text_config(decoder=True)
     outputs = {} if recorder is None else recorder.outputs(past, config, call.attention())
-    if fills:
-        # As in plain generate, the last token is not in the cache yet.
-        last = target.base + max(text.lengths) - 1
-        target.runner.cache.store(past, past_length(past), last, rows=len(text.lengths))
-    target.leave_rotary()
+    leave_cache(call, target)
     if not returns:
         return sequences
     return SpecBranchOutput(sequences=sequences, past_key_values=past, stats=stats, **outputs)
+
+
+def leave_cache(call: Call, target: Target) -> None:
+    """Leave the caller's cache, and frequencies that depend on length, as plain `generate()` would."""
+    if call.fills and call.past is not None:
+        # As in plain generate, the last token is not in the cache yet.
+        lengths = target.text.lengths
+        last = target.base + max(lengths) - 1
+        target.runner.cache.store(call.past, past_length(call.past), last, rows=len(lengths))
+    target.leave_rotary()
 
 
 def read_padding(parts: Parts) -> None:

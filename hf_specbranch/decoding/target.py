@@ -45,6 +45,7 @@ class Target:
         axes: [axes, B, 1] what to add to a position of the text for each of a model's axes, if it has several.
         in_triton: make the inputs of a pass in one kernel.
         reuses_prefix: a prompt that begins like the last text is not read again from the start.
+        ranks: the processes of a tensor parallel model, which run the same passes; see `parallel_ranks`.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Target:
         axes: Tensor | None = None,
         in_triton: bool = False,
         reuses_prefix: bool = False,
+        ranks: Any = None,
     ) -> None:
-        self.reuses_prefix = reuses_prefix
+        self.reuses_prefix, self.ranks = reuses_prefix, ranks
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
@@ -88,11 +90,14 @@ class Target:
         self.first = buffers.tensor("target.first", (rows, 1))  # the first slot that is not padding
         self.first.copy_(leading_padding(attention))
         # A pass over the last token of rows of one length needs no mask.
-        self.nothing_hidden = not buffers.static_shapes and runner.masks.optional and bool(attention.all())
+        optional = runner.masks.optional and ranks is None
+        self.nothing_hidden = not buffers.static_shapes and optional and bool(attention.all())
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
+        if self.ranks is not None:
+            self.ranks.order_prefill(self.runner, self.seen.shape[1])
         self._count()
         # However the prompt is read, what was in the cache is overwritten from now on.
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
@@ -128,11 +133,15 @@ class Target:
         self._count()
         self.stats.target_positions += draft_tokens.tokens.shape[1] + 1 + (draft_tokens.leaves is not None) + leaves
         if not self.buffers.static_shapes:
-            return self._pass(draft_tokens, shown, self._forward)
+            return self._pass(draft_tokens, shown, self.forward)
         shown, queries = self.runner.bucket(shown), draft_tokens.tokens.shape[1] + 1 + leaves
         key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, draft_tokens.memory)
         stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
-        self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=self.in_triton)
+        if self.ranks is not None:
+            width = queries + (draft_tokens.leaves is not None)
+            self.ranks.order_stage(self.buffers, key, width, shown)
+        only_ours = self.in_triton and self.ranks is None
+        self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=only_ours)
         return self._kept_step(queries)
 
     def _reusable_tokens(self, remembered: Remembered, prompt: Tensor) -> int:
@@ -188,18 +197,20 @@ class Target:
         self.runner.reserve(rows, shown)
         self._count()
         slots = self.base + columns
-        visible = self.runner.visible(make_spans(self.first, slots + 1), shown, self.seen)
+        spans = make_spans(self.first, slots + 1)
         tokens = self.text.ids.to(self.device).gather(1, columns.clamp(max=self.text.ids.shape[1] - 1))
-        further = self.further.of(count)
-        positions = self._on_all_axes(self._positions(slots))
+        further, positions = self.further.of(count), self._positions(slots)
+        if self.ranks is not None:
+            self.ranks.order_pass(ForwardInputs(tokens, slots, positions, spans), shown)
+        visible, positions = self.runner.visible(spans, shown, self.seen), self._on_all_axes(positions)
         # Of any length, so not worth a capture.
         step = self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
         return step if not self.runner.is_recurrent else step.aligned((first - columns[:, :1]) + self.slots[:count])
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **outputs: Any) -> Step:
+    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **outputs: Any) -> Step:
         """A pass outside captured stages; one that is given something else is not captured either."""
         positions = self._on_all_axes(positions)
-        if not self.has_further and self.axes is None:
+        if not self.has_further and self.axes is None and self.ranks is None:
             return self.runner.forward(tokens, positions, slots, visible, **outputs)
         outputs |= self.further.of(tokens.shape[1])
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)
@@ -211,9 +222,15 @@ class Target:
             return forward(tokens.to(self.device), self._positions(slots), slots, shown, **self.outputs)
         make = self._inputs_in_triton if self.in_triton else self._inputs_in_torch
         inputs = make(draft_tokens)
-        visible = self.runner.visible(inputs.spans, shown, self.seen)
-        step = forward(inputs.tokens, inputs.positions, inputs.slots, visible, **self.outputs)
+        if self.ranks is not None:
+            self.ranks.share_inputs(inputs) if self.buffers.static_shapes else self.ranks.order_pass(inputs, shown)
+        step = self.run(inputs, shown, forward)
         return step if draft_tokens.leaves is None else self._without_first(step)
+
+    def run(self, inputs: ForwardInputs, shown: int, forward: Callable[..., Step]) -> Step:
+        """Run a pass over these inputs, which reads so many slots."""
+        visible = self.runner.visible(inputs.spans, shown, self.seen)
+        return forward(inputs.tokens, inputs.positions, inputs.slots, visible, **self.outputs)
 
     # ---- one operation, in torch and in Triton
 

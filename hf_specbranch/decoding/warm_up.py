@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from torch import Tensor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..config import SpecBranchConfig
@@ -27,7 +28,7 @@ from .resolve import DraftTokens, Feedback, TreeLeaves
 ROUNDS = 2  # of each plan: the second has the result of the first
 
 
-def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
+def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchStats]:
     """Capture the stages of all plans that a call like this one may follow.
 
     Where stages are not captured, this finds out what is found out once per model, and no more.
@@ -37,14 +38,15 @@ def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
         progress: advanced by each plan.
 
     Returns:
-        Statistics: how many graphs were captured, and the seconds that took.
+        The prompt, and statistics: how many graphs were captured, and the seconds that took.
     """
     stats = SpecBranchStats(policy=call.config.policy)
     unending = [criterion for criterion in call.criteria if type(criterion) is MaxLengthCriteria]
     with assembled(replace(call, criteria=unending, streamer=None), stats) as assembly:
         if not assembly.static_shapes:
-            return stats
-        for runner in assembly.runners:
+            return call.input_ids, stats
+        # All ranks of a tensor parallel target read prompts together, in passes that are not captured.
+        for runner in assembly.runners[0 if call.ranks is None else 1 :]:
             progress.doing(f"{call.rows} rows: prefill")
             _prefill_all_sizes(runner, call.rows)
         parts = assembly.parts()
@@ -58,7 +60,7 @@ def capture_stages(call: Call, progress: Progress) -> SpecBranchStats:
         torch.cuda.synchronize(assembly.runner.device)
         for runner in assembly.runners:
             runner.remembered = NOTHING
-    return stats
+    return call.input_ids, stats
 
 
 def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:

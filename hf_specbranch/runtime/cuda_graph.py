@@ -23,7 +23,7 @@ from ..kernels import build_in_parallel
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import SPANS
 from ..layers import can_build_in_parallel, fuse, fused
-from ..model_state import adapter_state, modules_in_use, state_of, tensors_in_use
+from ..model_state import adapter_state, agreed, modules_in_use, state_of, tensors_in_use
 from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
@@ -122,10 +122,7 @@ class GraphRunner(EagerRunner):
         return self.graph_memory.seconds
 
     def buffers(self, settings: Hashable) -> Buffers:
-        """Return the static buffers for these settings, from an earlier generation if there was one.
-
-        At most `MOST_BUFFERS` settings are kept.
-        """
+        """Return the static buffers for these settings, from an earlier generation if there was one."""
         buffers = self.buffers_by_settings.pop(settings, None) or StaticBuffers(
             self.device, self.graph_memory, self.builds_in_parallel
         )
@@ -149,13 +146,16 @@ class GraphRunner(EagerRunner):
                 raise
             moved = super().reserve(rows, needed)
         if moved:
-            self.captured.clear()
-            self.plans_run.clear()
-            for buffers in self.buffers_by_settings.values():
-                buffers.graphs.clear()
-            if self.device.type == "cuda":
-                self.graph_memory.renew()
+            self.drop_graphs()
         return moved
+
+    def drop_graphs(self) -> None:
+        self.captured.clear()
+        self.plans_run.clear()
+        for buffers in self.buffers_by_settings.values():
+            buffers.graphs.clear()
+        if self.device.type == "cuda":
+            self.graph_memory.renew()
 
     @property
     def num_bytes(self) -> int:
@@ -207,9 +207,8 @@ class GraphRunner(EagerRunner):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, size: int, extra: dict[str, Any]
     ) -> Captured:
         """Capture a forward. The warm-up runs on the real inputs, so it writes the right entries to the KV cache."""
-        rows, queries, shown = visible.shape
-        padded = torch.zeros((rows, queries, size), dtype=visible.dtype, device=self.device)
-        padded[:, :, :shown] = visible
+        padded = torch.zeros((*visible.shape[:2], size), dtype=visible.dtype, device=self.device)
+        padded[:, :, : visible.shape[2]] = visible
         buffers = tokens.clone(), positions.clone(), slots.clone(), padded
         steps: list[Step] = []
         with self.graph_memory.capturing():
@@ -264,7 +263,7 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
                 reason = _why_it_syncs(forward)
             if not reason and tokens.is_cuda and getattr(model, "hf_quantizer", None) is not None:
                 reason = _why_replay_differs(forward)  # kernels of other packages may use streams of their own
-        if reason:
+        if reason := agreed(model, reason):
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
         else:
             save_check(model, "syncs", False)

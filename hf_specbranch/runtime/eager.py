@@ -66,6 +66,7 @@ class EagerRunner:
     takes_spans = False  # whether attention runs through our kernels, which read spans in place of masks
     graphs_captured = 0  # graphs captured so far
     capture_seconds = 0.0  # time that this took
+    joint_graphs = 0  # names the graphs that all ranks of a tensor parallel model have captured together; 0: none
     runtime = "eager"
     skips_autograd = False  # passes run in torch's inference mode, which takes less time on a CPU; see `selection`
 
@@ -134,6 +135,9 @@ class EagerRunner:
     def buffers(self, settings: Hashable) -> Buffers:
         """Return the memory for stages with these settings: what all of these stages depend on (see `Buffers.run`)."""
         return Buffers(self.device)
+
+    def drop_graphs(self) -> None:
+        """Drop what is captured; it is captured again when it is needed."""
 
     def bucket(self, slots: int) -> int:
         """Return how many slots a captured pass reads if this many are needed; 0 if the spans say so."""

@@ -48,7 +48,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _file_of(model: PreTrainedModel) -> Path | None:
     directory = folder("checks")
-    if directory is None or model.device.type != "cuda" or has_adapters(model):
+    # The ranks of a tensor parallel model must do the same, whatever each of them finds on its disk.
+    parallel = getattr(model, "_tp_size", None) is not None
+    if directory is None or model.device.type != "cuda" or has_adapters(model) or parallel:
         return None
     if not all(_is_known(module) for module in every_module(model)):
         return None

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
 from ..layers.check import evaluating
-from ..model_state import adapter_state, state_of
+from ..model_state import Found, adapter_state, agreed, state_of
 from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds
 from .kept_checks import load_check, save_check
 from .ordinary_runs import CONTEXT, REFERENCES, Ordinary, first_line, ordinary_runs, query_texts, rms
@@ -123,7 +123,7 @@ def _runs_unmasked(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary)
             step = runner.forward(text[:, here], positions[:, here], positions[:, here], at + 1)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
-    return bool(rms(step.logits[0, 0].float() - ordinary.logits[0, 1]) <= MOST_ALONE * ordinary.noise)
+    return agreed(model, bool(rms(step.logits[0, 0].float() - ordinary.logits[0, 1]) <= MOST_ALONE * ordinary.noise))
 
 
 def _rollback_fault(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> str:
@@ -131,7 +131,7 @@ def _rollback_fault(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary
     distance = max(FEWEST_SLOTS, _largest_window(model))
     ours = rolled_back_logits(EagerRunner(model, masks), ordinary.texts, CONTEXT, distance)
     ratios = (ours - ordinary.logits).square().mean(-1).sqrt() / ordinary.noise
-    return _too_far(float(ratios.flatten().median()), float(ratios.max()))
+    return agreed(model, _too_far(float(ratios.flatten().median()), float(ratios.max())))
 
 
 class _Probe:
@@ -144,7 +144,7 @@ class _Probe:
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary) -> None:
-        self.ordinary = ordinary
+        self.model, self.ordinary = model, ordinary
         self.device = ordinary.texts.device
         self.runner = EagerRunner(model, masks)
         self.runner.prefill(ordinary.texts[:1, :CONTEXT], torch.arange(CONTEXT, device=self.device)[None], None)
@@ -176,7 +176,7 @@ class _Probe:
         with self._changed(self.far, unseen):
             same = self._same(alone, self._alone(), self._alone)  # before the queries, whose keys it reads, run again
             changed = self._queries()
-        if not torch.equal(queries[:REFERENCES], changed[:REFERENCES]):
+        if not self._agreed(torch.equal(queries[:REFERENCES], changed[:REFERENCES])):
             # In a mixture of experts, changed queries for single layers may have moved other queries to other experts.
             with self._changed(self.far[:0], unseen):
                 same = same and self._same(queries, self._queries(), self._queries)
@@ -225,7 +225,9 @@ class _Probe:
         """Return whether the first queries kept their logits, up to the difference between two repeated passes."""
         first = slice(REFERENCES if before.ndim == 2 else None)
         difference = rms(now[first] - before[first])
-        return not bool(difference > 0) or bool(difference <= 2 * rms(again()[first] - again()[first]))
+        if not self._agreed(bool(difference > 0)):
+            return True
+        return self._agreed(bool(difference <= 2 * rms(again()[first] - again()[first])))
 
     def _blind_layers(self, before: Tensor, changed: Tensor) -> list[int]:
         """Return the layers in which a query does not depend on its far slot although it depends on its near slot."""
@@ -236,7 +238,7 @@ class _Probe:
 
     def _unmoved(self, before: Tensor, after: Tensor) -> set[int]:
         """Return the layers whose query has the same logits before and after."""
-        moved = (before != after).any(1)[REFERENCES:].tolist()
+        moved = self._agreed((before != after).any(1)[REFERENCES:].tolist())
         return {self.layers.index(layer) for layer, has in zip(self.probed, moved) if not has}
 
     def _wrong_values(self, queries: Tensor, alone: Tensor) -> str:
@@ -245,7 +247,11 @@ class _Probe:
         rows = zip(queries, ordinary.logits[:, 0])
         ratios = torch.stack([rms(ours - plain) for ours, plain in rows]) / ordinary.noise
         median, single = float(ratios.median()), float(rms(alone - ordinary.logits[0, 1]) / ordinary.noise)
-        return _too_far(median, single)
+        return self._agreed(_too_far(median, single))
+
+    def _agreed(self, found: Found) -> Found:
+        """Return what rank 0 has found, if the model is tensor parallel: what it decides, all ranks must decide."""
+        return agreed(self.model, found)
 
 
 def _too_far(median: float, single: float) -> str:

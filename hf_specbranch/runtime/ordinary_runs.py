@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.backend import HALF_PRECISION
+from ..model_state import agreed
 from .eager import quiet_arguments
 from .kv_cache import cache_argument
 from .rollback_probe import logits_token_by_token
@@ -74,12 +75,12 @@ def ordinary_runs(model: PreTrainedModel, role: str, texts: Tensor, token_by_tok
             f"the {role} {type(model).__name__} fails on an ordinary pass over {texts.shape[1]} tokens "
             f"({type(error).__name__}: {first_line(error)}): check its config, or pass specbranch=False"
         ) from error
-    if not bool(torch.isfinite(whole).all()):
+    if not agreed(model, bool(torch.isfinite(whole).all())):
         raise ValueError(
             f"the {role} {type(model).__name__} computes logits that are not finite: check its weights and its dtype "
             f"({model.dtype})"
         )
-    if bool(noise > MOST_NOISE * whole.float().std()):
+    if agreed(model, bool(noise > MOST_NOISE * whole.float().std())):
         raise ValueError(
             f"the {role} {type(model).__name__} computes with its cache other logits than without: check its config, "
             f"or pass specbranch=False"

@@ -110,6 +110,8 @@ def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[
 
 
 def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
+    if getattr(model, "_tp_size", None) is not None:  # its layers communicate, so they run as transformers wrote them
+        return False
     return model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
 
 
@@ -151,10 +153,11 @@ def _has_foreign_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks or a replaced forward that come neither from transformers nor from us.
 
     transformers collects hidden states with hooks, which stay once a model has returned some. They do not count,
-    since a capture records what they collect.
+    since a capture records what they collect. Nor do the forwards of tensor parallel layers, which communicate.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    replaced = "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], ThreadForward)
+    forward = module.__dict__.get("forward")
+    replaced = forward is not None and not isinstance(forward, ThreadForward) and not _is_harmless(forward)
     return replaced or any(not _is_harmless(hook) for hook in hooks)
 
 

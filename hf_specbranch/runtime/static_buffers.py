@@ -45,6 +45,9 @@ class Buffers:
         """Whether to run the stage with this key takes no capture."""
         return True
 
+    def forget(self, key: Hashable) -> None:
+        """Drop the captured stage with this key, if there is one."""
+
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         """Return a tensor of zeros whose address does not change."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -215,6 +218,9 @@ class StaticBuffers(Buffers):
 
     def has_run(self, key: Hashable) -> bool:
         return key in self.graphs
+
+    def forget(self, key: Hashable) -> None:
+        self.graphs.pop(key, None)
 
     def generator(self, name: str, seed: int) -> torch.Generator:
         known = self.generators.setdefault(name, torch.Generator(self.device))

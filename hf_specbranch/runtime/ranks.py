@@ -1,0 +1,235 @@
+"""The processes of a tensor parallel target: rank 0 decides, the others run the same passes of the target.
+
+Rank 0 runs the whole loop: draft, verifier, planner, stopping criteria, streamer. The other ranks run nothing but
+passes of the target, on inputs that rank 0 sends them before each pass: tokens, positions, slots and spans. So no
+decision is made twice, and none depends on two ranks computing or timing the same. See `decoding.parallel_ranks`.
+
+On a CPU an order and the inputs of its pass are one broadcast. On a GPU the order goes from host to host, when rank 0
+launches the pass, and the inputs from device to device, inside the captured stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..kernels.rounds import ForwardInputs
+from ..kernels.spans import SPANS
+
+PREFILL, PASS, FALL_BACK, FAILED, END = range(5)  # kinds of orders
+INPUTS = 7  # integers per query: token, slot, position, spans
+ROOM = 1008  # integers of the inputs that travel with an order; longer inputs are sent after it
+# What torch says where the connection to another process is lost.
+LOST = ("gloo", "nccl", "connection", "peer", "socket", "broken pipe", "timed out")
+
+Value = TypeVar("Value")
+_names = count(1)  # of graphs that were captured together
+
+
+class Order(NamedTuple):
+    """What rank 0 tells the others to do next."""
+
+    kind: int
+    queries: int = 0  # tokens per row of the pass
+    shown: int = 0  # slots that it reads
+    stage: int = 0  # names the captured stage, or before the prompt the graphs, of rank 0; 0: nothing is captured
+    fresh: bool = False  # rank 0 captures this stage now
+    has_inputs: bool = False  # the inputs come with the order
+
+
+class CapturingRunner(Protocol):
+    """What is asked of `eager.EagerRunner` here."""
+
+    joint_graphs: int
+    captures: bool
+
+    def drop_graphs(self) -> None: ...
+
+
+class CapturingBuffers(Protocol):
+    """What is asked of `static_buffers.Buffers` here."""
+
+    serial: int
+
+    def has_run(self, key: Hashable) -> bool: ...
+
+
+class LostRank(RuntimeError):
+    """Another process of the tensor parallel group has stopped."""
+
+
+class Ranks:
+    """The processes among which a target is sharded.
+
+    Args:
+        group: the process group of its collectives.
+        device: where the weights of this rank are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.first = dist.get_global_rank(group, 0)  # who decides
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.control = group  # between hosts
+        if device.type != "cpu":
+            members = dist.get_process_group_ranks(group)
+            self.control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == 0
+
+    # ---- decisions outside the loop
+
+    def agree(self, value: Value) -> Value:
+        """Return the value of rank 0, on all ranks."""
+        box = [value]
+        with self.watched():
+            dist.broadcast_object_list(box, src=self.first, group=self.control)
+        return box[0]
+
+    def agree_on(self, decide: Callable[[], Value]) -> Value:
+        """Let rank 0 decide; return its result, or raise its error, on all ranks."""
+        result: Any = None
+        error: Exception | None = None
+        if self.leads:
+            try:
+                result = decide()
+            except Exception as found:
+                error = found
+        result, error = self.agree((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def all_agree(self, value: bool) -> bool:
+        """Return whether the value is true on all ranks."""
+        flag = torch.tensor([int(value)])
+        with self.watched():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.control)
+        return bool(flag)
+
+    # ---- orders of rank 0
+
+    def order_prefill(self, runner: CapturingRunner, capacity: int) -> None:
+        """Let all ranks read the prompt, and make room for so many slots."""
+        if self.leads:
+            order = Order(PREFILL, next(_names), capacity, runner.joint_graphs)
+            self.send(order)
+            self.join(runner, order)
+
+    def join(self, runner: CapturingRunner, order: Order) -> None:
+        """Drop captured stages unless all ranks have captured them together.
+
+        NCCL replays a collective only in graphs that all ranks captured at the same time.
+        """
+        if runner.captures and not self.all_agree(0 < runner.joint_graphs == order.stage):
+            runner.drop_graphs()
+            runner.joint_graphs = order.queries
+
+    def order_stage(self, buffers: CapturingBuffers, key: Hashable, queries: int, shown: int) -> None:
+        """Let the other ranks replay or capture the pass that this rank runs as a stage with this key."""
+        stage = 1 + hash((buffers.serial, key)) % (1 << 62)
+        self.send(Order(PASS, queries, shown, stage, fresh=not buffers.has_run(key)))
+
+    def order_pass(self, inputs: ForwardInputs, shown: int) -> None:
+        """Let the other ranks run a pass that is not captured."""
+        self.send(Order(PASS, inputs.tokens.shape[1], shown), pack(inputs))
+
+    def share_inputs(self, inputs: ForwardInputs) -> None:
+        """Send the inputs of a pass from within its stage."""
+        self.share(pack(inputs))
+
+    # ---- messages
+
+    def send(self, order: Order, inputs: Tensor | None = None) -> None:
+        """Send an order, and the inputs of its pass [B, Q, 7] if it is not captured."""
+        message = torch.zeros(len(Order._fields) + ROOM, dtype=torch.long)
+        fits = inputs is not None and inputs.device.type == "cpu" and inputs.numel() <= ROOM
+        order = order._replace(has_inputs=fits)
+        message[: len(order)] = torch.tensor(list(map(int, order)))
+        if inputs is not None and fits:
+            message[len(order) : len(order) + inputs.numel()] = inputs.flatten()
+        with self.watched():
+            dist.broadcast(message, src=self.first, group=self.control)
+        if inputs is not None and not fits:
+            self.share(inputs)
+
+    def receive(self, rows: int) -> tuple[Order, Tensor | None]:
+        """Wait for the next order; return it with the inputs [B, Q, 7] if they come with it."""
+        message = torch.zeros(len(Order._fields) + ROOM, dtype=torch.long)
+        with self.watched():
+            dist.broadcast(message, src=self.first, group=self.control)
+        numbers = message[: len(Order._fields)].tolist()
+        order = Order(*numbers[:4], *map(bool, numbers[4:]))
+        if not order.has_inputs:
+            return order, None
+        inputs = message[len(order) :][: rows * order.queries * INPUTS]
+        return order, inputs.view(rows, order.queries, INPUTS)
+
+    def share(self, inputs: Tensor) -> Tensor:
+        """Broadcast inputs [B, Q, 7] between devices, in place; a stage that does so can be captured."""
+        with self.watched():
+            dist.broadcast(inputs, src=self.first, group=self.group)
+        return inputs
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Say which rank has lost contact, where torch reports a broken connection."""
+        try:
+            yield
+        except LostRank:
+            raise
+        except RuntimeError as error:
+            text = str(error).lower()
+            if not isinstance(error, dist.DistError) and not any(word in text for word in LOST):
+                raise
+            raise LostRank(
+                f"rank {self.rank} of {self.size} has lost contact with another process of the tensor parallel group, "
+                f"which has stopped: start all of them again ({str(error).splitlines()[0]})"
+            ) from error
+
+
+def follows(model: PreTrainedModel) -> bool:
+    """Return whether another rank decides for this one."""
+    group = tensor_parallel_group(model)
+    return group is not None and dist.get_rank(group) != 0
+
+
+def pack(inputs: ForwardInputs) -> Tensor:
+    """Return the inputs of a pass as one tensor [B, Q, 7].
+
+    Example:
+        >>> one = torch.ones((1, 2), dtype=torch.long)
+        >>> inputs = ForwardInputs(one, 2 * one, 3 * one, torch.zeros((1, 2, 4), dtype=SPANS))
+        >>> pack(inputs).tolist()
+        [[[1, 2, 3, 0, 0, 0, 0], [1, 2, 3, 0, 0, 0, 0]]]
+        >>> unpack(pack(inputs)).positions.tolist()
+        [[3, 3]]
+    """
+    return torch.cat([torch.stack(inputs[:3], dim=-1), inputs.spans.long()], dim=-1)
+
+
+def unpack(packed: Tensor) -> ForwardInputs:
+    """Return the inputs of a pass that `pack` has packed."""
+    return ForwardInputs(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., 3:].to(SPANS))
+
+
+def tensor_parallel_group(model: PreTrainedModel) -> dist.ProcessGroup | None:
+    """Return the process group of a model that is sharded by a `tp_plan`, and in no other way; None for others."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or getattr(model, "_tp_size", None) is None:
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()  # type: ignore[no-any-return]
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
+    others = [size for name, size in sizes.items() if name != "tp"]
+    return None if "tp" not in sizes or max(others, default=1) > 1 else mesh["tp"].get_group()

@@ -1,0 +1,219 @@
+"""Tensor parallel targets: all ranks return the text of one process, whatever drafts, and none hangs."""
+
+import os
+import signal
+import time
+from random import Random
+
+import pytest
+import torch
+
+from hf_specbranch import SpecBranchConfig, specbranch
+
+from . import parallel
+from .models import POLICIES, config, noisy_copy, prompt
+from .parallel import Processes, load_sharded, saved_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return saved_pair(tmp_path_factory.mktemp("tensor_parallel"))
+
+
+class Columns:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.columns, self.ended = [], 0
+
+    def put(self, column):
+        self.columns.append(column.flatten().tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def greedy(folder, draft, policies):
+    """The texts of these policies, sampled texts, and what a later draw of random numbers gives."""
+    rank, model = torch.distributed.get_rank(), load_sharded(folder)
+    inputs, texts = prompt(3, 9, seed=3), {}
+    texts["plain"] = model.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    specbranch(model, draft=draft if rank == 0 else None)  # the others need none
+    for policy in policies:
+        texts[policy] = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch={"policy": policy})
+    sampled = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        text = model.generate(
+            **inputs, do_sample=True, max_new_tokens=NEW, specbranch=config("specbranch", epsilon=0.0)
+        )
+        sampled.append((text, torch.rand(1)))
+    return texts, sampled, model.specbranch_stats
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_ranks_return_the_text_of_one_process(count, pair, tmp_path):
+    folder, target, draft = pair
+    policies = (*POLICIES, "auto") if count == 2 else ("specbranch", "auto")
+    expected = target.generate(**prompt(3, 9, seed=3), do_sample=False, max_new_tokens=NEW)
+    ranks = Processes(count, tmp_path, greedy, folder, draft, policies).results()
+    for texts, sampled, stats in ranks:
+        assert list(texts) == ["plain", *policies]
+        assert all(torch.equal(text, expected) for text in texts.values())
+        for text, later in sampled:
+            assert torch.equal(text, ranks[0][1][0][0]) and torch.equal(later, ranks[0][1][0][1])
+        assert stats.num_accepted_tokens > 0 and stats.to_dict() == ranks[0][2].to_dict()
+
+
+def outputs(folder, draft):
+    """Streamed texts, scores, a cache that is continued, lookup, and wide rounds."""
+    model, inputs, found = specbranch(load_sharded(folder), draft=draft), prompt(2, 9, seed=3), {}
+    lookup = SpecBranchConfig(policy="autoregressive", prompt_lookup_num_tokens=4)
+    wide = config("specbranch", tree_leaves=3, max_rejection_branches=4)
+    for name, settings in (("lookup", lookup), ("wide", wide)):
+        found[name] = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch=settings)
+    found["streamer"] = streamer = Columns()
+    one = {name: each[:1] for name, each in inputs.items()}
+    found["streamed"] = model.generate(**one, do_sample=False, max_new_tokens=NEW, streamer=streamer)
+    returned = model.generate(
+        **inputs, do_sample=False, max_new_tokens=4, output_scores=True, return_dict_in_generate=True
+    )
+    cache, found["scores"] = returned.past_key_values, returned.scores
+    found["continued"] = model.generate(
+        **longer(returned.sequences, inputs), past_key_values=cache, do_sample=False, max_new_tokens=6
+    )
+    return found
+
+
+def longer(text, inputs):
+    """The text with one more token, as the inputs of another call."""
+    rows = text.shape[0]
+    new = text.shape[1] + 1 - inputs["input_ids"].shape[1]
+    ones = torch.ones((rows, new), dtype=torch.long)
+    ids = torch.cat([text, torch.full((rows, 1), 7)], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], ones], dim=1)}
+
+
+def test_all_ranks_return_the_same_outputs(pair, tmp_path):
+    folder, target, draft = pair
+    inputs = prompt(2, 9, seed=3)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    plain = target.generate(
+        **inputs, do_sample=False, max_new_tokens=4, output_scores=True, return_dict_in_generate=True
+    )
+    continued = target.generate(**longer(plain.sequences, inputs), do_sample=False, max_new_tokens=6)
+    for found in Processes(2, tmp_path, outputs, folder, draft).results():
+        assert torch.equal(found["lookup"], expected) and torch.equal(found["wide"], expected)
+        assert torch.equal(found["continued"], continued)
+        assert sum(found["streamer"].columns, []) == found["streamed"][0].tolist() and found["streamer"].ended == 1
+        assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(found["scores"], plain.scores))
+
+
+def at_odds(folder, drafts):
+    """Every rank has another draft, another clock and another idea of when to stop."""
+    rank, model = torch.distributed.get_rank(), load_sharded(folder)
+    if rank:
+        clock = time.perf_counter
+        time.perf_counter = lambda: 3.0 * clock()
+    specbranch(model, draft=drafts[rank])
+    inputs, texts = prompt(2, 9, seed=4), []
+    for _ in range(2):
+        texts.append(model.generate(**inputs, do_sample=False, max_new_tokens=40))
+    torch.manual_seed(rank)  # rank 0's is the one that counts
+    texts.append(model.generate(**inputs, do_sample=True, max_new_tokens=40, max_time=60.0 if rank == 0 else 1e-9))
+    return texts, model.specbranch_stats.new_tokens
+
+
+def test_ranks_agree_whatever_differs_between_them(pair, tmp_path):
+    folder, target, draft = pair
+    drafts = [draft, noisy_copy(target, noise=0.4, seed=2)]
+    first, second = Processes(2, tmp_path, at_odds, folder, drafts).results()
+    expected = target.generate(**prompt(2, 9, seed=4), do_sample=False, max_new_tokens=40)
+    for ours, theirs in zip(first[0], second[0]):
+        assert torch.equal(ours, theirs)
+    assert all(torch.equal(text, expected) for text in first[0][:2])
+    assert first[0][2].shape[1] > 20 and first[1] == second[1]
+
+
+def failing(folder, draft):
+    """Errors of rank 0, and what all ranks do after them."""
+    rank, model = torch.distributed.get_rank(), load_sharded(folder)
+    specbranch(model, draft=draft)
+    inputs, errors = prompt(1, 9, seed=3), []
+
+    def broken(ids, scores):
+        raise KeyError("a processor of rank 0")
+
+    for arguments in (
+        {"logits_processor": [broken] if rank == 0 else []},
+        {"specbranch": {"policy": "specbranch"}, "assistant_model": load_sharded(folder)},
+        {"specbranch": {"runtime": "graph"}},
+    ):
+        try:
+            model.generate(**inputs, do_sample=False, max_new_tokens=8, **arguments)
+        except (KeyError, RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    beams = model.generate(**inputs, num_beams=2, max_new_tokens=8)  # left to transformers
+    return errors, beams, model.generate(**inputs, do_sample=False, max_new_tokens=8)
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks(pair, tmp_path):
+    folder, target, draft = pair
+    first, second = Processes(2, tmp_path, failing, folder, draft).results()
+    assert "a processor of rank 0" in first[0][0]
+    assert "rank 0" in second[0][0] and "a processor of rank 0" in second[0][0]
+    assert first[0][1:] == second[0][1:] and "is tensor parallel" in first[0][1] and "runtime" in first[0][2]
+    expected = target.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=8)
+    assert torch.equal(first[2], expected) and torch.equal(second[2], expected)
+    assert torch.equal(first[1], second[1])
+
+
+def endless(folder, draft):
+    """Generates for minutes; tells the test when it has begun."""
+    model = specbranch(load_sharded(folder), draft=draft, policy="specbranch")
+    inputs = prompt(1, 9, seed=3)
+    model.generate(**inputs, do_sample=False, max_new_tokens=4)
+    parallel.tell("begun")
+    while True:
+        model.generate(**inputs, do_sample=False, max_new_tokens=200, eos_token_id=None)
+
+
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_a_killed_rank_makes_the_others_fail(killed, pair, tmp_path):
+    folder, _, draft = pair
+    ranks = Processes(4, tmp_path, endless, folder, draft)
+    for rank in range(4):
+        assert ranks.wait_for(rank) == "begun"
+    time.sleep(0.5)
+    began = time.monotonic()
+    os.kill(ranks.processes[killed].pid, signal.SIGKILL)
+    outcomes = ranks.outcomes(seconds=30)
+    assert time.monotonic() - began < 30
+    assert outcomes[killed] is None
+    for rank in {0, 1, 2, 3} - {killed}:
+        assert outcomes[rank][0] == "error" and "lost contact with another process" in outcomes[rank][1], outcomes[rank]
+
+
+def many_cases(folder, draft, cases):
+    model = specbranch(load_sharded(folder), draft=draft)
+    return [model.generate(**inputs, do_sample=False, specbranch=settings, **more) for inputs, settings, more in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_many_cases_equal_one_process(count, pair, tmp_path):
+    folder, target, draft = pair
+    random, cases = Random(count), []
+    for seed in range(200):
+        inputs = prompt(random.randint(1, 4), random.randint(1, 12), seed)
+        more = {"tree_leaves": random.choice([0, 0, 3]), "max_rejection_branches": random.choice([0, 4])}
+        policy = random.choice((*POLICIES, "auto"))
+        settings = config(policy, random.randint(1, 6), random.randint(1, 4), random.choice([0.0, 0.3, 0.8]), **more)
+        cases.append((inputs, settings, {"max_new_tokens": random.randint(1, 24)}))
+    ranks = Processes(count, tmp_path, many_cases, folder, draft, cases).results(seconds=900)
+    for index, (inputs, _, more) in enumerate(cases):
+        expected = target.generate(**inputs, do_sample=False, **more)
+        assert all(torch.equal(texts[index], expected) for texts in ranks), cases[index]
