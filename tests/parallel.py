@@ -12,7 +12,6 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from .models import llama, noisy_copy
 
@@ -28,21 +27,21 @@ class Processes:
         folder: where they meet.
         function: what each of them runs; its result must be picklable.
         arguments: of the function.
+        backend: of their communication.
     """
 
-    def __init__(self, count, folder, function, *arguments):
+    def __init__(self, count, folder, function, *arguments, backend="gloo"):
         self.pipes, self.processes = [], []
-        if tqdm.monitor is not None:  # a thread that waits for slow progress bars
-            tqdm.monitor.exit()
-            tqdm.monitor = None
-        # A process with threads is not forked: locks that they hold would never be released.
-        context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
+        # A process with threads is not forked: locks that they hold would never be released. The thread that waits for
+        # slow progress bars holds none.
+        others = [each for each in threading.enumerate() if each.name not in ("MainThread", "tqdm_monitor")]
+        context = multiprocessing.get_context("spawn" if others or backend == "nccl" else "fork")
         meeting = str(folder / f"meeting{time.monotonic_ns()}")
         for rank in range(count):
             ours, theirs = context.Pipe()
             # Plain bytes: torch would share the memory of tensors, which goes with the process.
             given = pickle.dumps(arguments)
-            process = context.Process(target=_run, args=(rank, count, meeting, theirs, function, given))
+            process = context.Process(target=_run, args=(rank, count, meeting, backend, theirs, function, given))
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -78,13 +77,13 @@ class Processes:
         return pickle.loads(self.pipes[rank].recv_bytes())
 
 
-def _run(rank, count, meeting, pipe, function, arguments):
+def _run(rank, count, meeting, backend, pipe, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ["HF_SPECBRANCH_CACHE"] = "off"
     torch.set_num_threads(1)
     _to_test.append(pipe)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
         outcome = "result", function(*pickle.loads(arguments))
         dist.barrier()
     except BaseException:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from hf_specbranch import SpecBranchConfig, specbranch
+from hf_specbranch.model_state import state_of
+from hf_specbranch.runtime.selection import release
 
 from . import parallel
+from .graphs import run_graphs_on_cpu
 from .models import POLICIES, config, noisy_copy, prompt
 from .parallel import Processes, load_sharded, saved_pair
 
@@ -57,7 +60,7 @@ def greedy(folder, draft, policies):
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_ranks_return_the_text_of_one_process(count, pair, tmp_path):
     folder, target, draft = pair
-    policies = (*POLICIES, "auto") if count == 2 else ("specbranch", "auto")
+    policies = (*POLICIES, "auto") if count == 2 else ("specbranch",)
     expected = target.generate(**prompt(3, 9, seed=3), do_sample=False, max_new_tokens=NEW)
     ranks = Processes(count, tmp_path, greedy, folder, draft, policies).results()
     for texts, sampled, stats in ranks:
@@ -197,14 +200,76 @@ def test_a_killed_rank_makes_the_others_fail(killed, pair, tmp_path):
         assert outcomes[rank][0] == "error" and "lost contact with another process" in outcomes[rank][1], outcomes[rank]
 
 
+def captured(folder, draft):
+    """Texts through captured stages, and how many were captured; one rank after the other loses its graphs."""
+    run_graphs_on_cpu(pytest.MonkeyPatch())
+    rank, model = torch.distributed.get_rank(), specbranch(load_sharded(folder), draft=draft)
+    texts, graphs = [], []
+    for call, policy in enumerate(("specbranch", "specbranch", "vanilla", "specbranch", "specbranch")):
+        if call == 3 + rank:
+            release(model)
+        before = captures_of(model)
+        settings = config(policy, max_rejection_branches=2)
+        texts.append(model.generate(**prompt(2, 9, seed=4), do_sample=False, max_new_tokens=NEW, specbranch=settings))
+        graphs.append(captures_of(model) - before)
+    return texts, graphs
+
+
+def captures_of(model):
+    return sum(runner.graphs_captured for runner in state_of(model).idle_runners)
+
+
+def test_ranks_capture_stages_together(pair, tmp_path):
+    folder, target, draft = pair
+    first, second = Processes(2, tmp_path, captured, folder, draft).results()
+    expected = target.generate(**prompt(2, 9, seed=4), do_sample=False, max_new_tokens=NEW)
+    for texts, graphs in (first, second):
+        assert all(torch.equal(text, expected) for text in texts)
+        assert graphs[0] > 0 and graphs[1] == 0
+    assert second[1][3] > 0 and first[1][4] > 0  # each captures again what the other one captures again
+
+
+def captured_on_gpu(folder, draft):
+    """Texts of one rank whose stages are captured with their NCCL broadcasts, and the reason if they are not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoModelForCausalLM
+
+    torch.cuda.set_device(0)
+    mesh = {"device_mesh": init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))}
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **mesh).eval()
+    specbranch(model, draft=draft.cuda())
+    inputs = {name: each.cuda() for name, each in prompt(2, 9, seed=4).items()}
+    texts, stats = [], []
+    for policy in ("vanilla", "specbranch", "vanilla", "specbranch"):
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch=config(policy))
+        texts.append(text.cpu())
+        stats.append(model.specbranch_stats)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch=False)
+    return texts, plain.cpu(), stats
+
+
+@pytest.mark.gpu
+def test_stages_of_a_rank_are_captured_with_nccl(pair, tmp_path):
+    """One rank alone: a second one would need a GPU of its own."""
+    folder, _, draft = pair
+    ((texts, plain, stats),) = Processes(1, tmp_path, captured_on_gpu, folder, draft, backend="nccl").results(240)
+    assert all(torch.equal(text, plain) for text in texts)
+    assert [each.runtime for each in stats] == ["graph"] * 4 and not any(each.slowed_by for each in stats), stats
+    assert stats[0].graphs_captured > 0 and stats[3].graphs_captured == 0
+
+
 def many_cases(folder, draft, cases):
     model = specbranch(load_sharded(folder), draft=draft)
-    return [model.generate(**inputs, do_sample=False, specbranch=settings, **more) for inputs, settings, more in cases]
+    texts = []
+    for inputs, settings, more in cases:
+        for each in (settings, False):
+            texts.append(model.generate(**inputs, do_sample=False, specbranch=each, **more))
+    return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_many_cases_equal_one_process(count, pair, tmp_path):
+def test_many_cases_equal_one_process_and_plain_generate(count, pair, tmp_path):
     folder, target, draft = pair
     random, cases = Random(count), []
     for seed in range(200):
@@ -216,4 +281,5 @@ def test_many_cases_equal_one_process(count, pair, tmp_path):
     ranks = Processes(count, tmp_path, many_cases, folder, draft, cases).results(seconds=900)
     for index, (inputs, _, more) in enumerate(cases):
         expected = target.generate(**inputs, do_sample=False, **more)
-        assert all(torch.equal(texts[index], expected) for texts in ranks), cases[index]
+        found = [text for texts in ranks for text in texts[2 * index : 2 * index + 2]]  # ours and plain
+        assert all(torch.equal(text, expected) for text in found), cases[index]
