@@ -20,6 +20,7 @@ from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
 from .request import Attachment, check_model, check_pair
 from .runtime.ranks import follows
+from .target_heads.loading import load_head
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _TEMPORARY_CALLS = Lock()
@@ -103,6 +104,8 @@ def _sources(target: PreTrainedModel, given: Any) -> tuple[PreTrainedModel | Non
 
 def _load(target: PreTrainedModel, name: str | Path) -> PreTrainedModel:
     """Load a draft to the target's device, in its dtype."""
+    if (head := load_head(target, name)) is not None:
+        return head
     draft = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
     check_pair(target, draft, None, None)
     return cast(PreTrainedModel, draft.to(target.device).eval())

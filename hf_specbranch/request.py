@@ -23,6 +23,7 @@ from .runtime.eager import layer_kinds
 from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
 from .runtime.recurrent_cache import is_recurrent
+from .target_heads.base import TargetHead
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -160,7 +161,7 @@ class Request:
     def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
         """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
         config, draft = self.config, self.draft
-        if draft is None or not POLICIES[config.policy].drafts:
+        if draft is None or isinstance(draft, TargetHead) or not POLICIES[config.policy].drafts:
             return draft
         off = (None,) if draft.device.type == "cuda" else (None, "auto")
         if all(setting in off for setting in config.draft_form):

@@ -26,12 +26,13 @@ from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
 from ..runtime.selection import BRANCH_SLOTS, SPARE_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
+from ..target_heads.base import TargetHead
 from .call import Call
 from .hooks import HookList, SpeculationHook
 from .loop import NoDraft, Parts
 from .model_inputs import ModelInputs
 from .outputs import Recorder
-from .policies import POLICIES, without_alternatives
+from .policies import POLICIES, for_head, without_alternatives
 from .resolve import Accounting
 from .scoring import can_guide, has_static_form, is_opaque
 from .sources import Sources
@@ -84,6 +85,8 @@ class Assembly(Sources):
         config = call.config
         if any(each.is_recurrent for each in self.runners):
             config = without_alternatives(config, runner, draft_runner)
+        if self.head is not None:
+            config = for_head(config, self.static_shapes)
         first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
@@ -94,10 +97,23 @@ class Assembly(Sources):
         self.seeds = call.seeds()
 
     @property
+    def head(self) -> TargetHead | None:
+        """The draft, if it is a head of the target."""
+        draft = None if self.draft_runner is None else self.draft_runner.model
+        return draft if isinstance(draft, TargetHead) else None
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that hooks or a head read."""
+        return tuple(sorted({*self.given.feature_layers, *(() if self.head is None else self.head.state_layers)}))
+
+    @property
     def _may_plan(self) -> bool:
         """Whether the planner has anything to choose. Hooks and length heads were made for one method."""
         draft = self.draft_runner
         if draft is None or (draft.is_recurrent and self.call.rows > 1):  # it cannot read rows of different lengths
+            return False
+        if self.head is not None:  # how well it agrees with a text depends on the target's states
             return False
         return self.call.config.policy == "auto" and not self.in_step and not self.given.hooks
 
@@ -112,9 +128,8 @@ class Assembly(Sources):
             call.padding,
         )  # fmt: skip
         generator = buffers.generator("verify", next(self.seeds)) if self.samples else None
-        layers = self.given.feature_layers
         verifier = Verifier(
-            buffers, text, list(call.processors), self.vocabulary, self.samples, generator, layers,
+            buffers, text, list(call.processors), self.vocabulary, self.samples, generator, self.given.feature_layers,
             None if self.recorder is None else self.recorder.scores_so_far, self.in_triton,
         )  # fmt: skip
         target = self._target(buffers, text)
@@ -268,7 +283,7 @@ class Assembly(Sources):
         if not self.static_shapes:
             return Buffers(device)
         sizes = (self.call.rows, self.capacity, self._target_slots)
-        return runner.buffers((sizes, self.call.stage_settings, self.in_triton, self.given.feature_layers, more))
+        return runner.buffers((sizes, self.call.stage_settings, self.in_triton, self.state_layers, more))
 
     @property
     def _target_slots(self) -> int:
@@ -284,11 +299,13 @@ class Assembly(Sources):
         kwargs = {**call.model_kwargs, runner.cache_argument: runner.cache}
         wanted = ("output_attentions", "output_hidden_states")
         outputs = {name: True for name in wanted if call.model_kwargs.get(name)}
-        if self.given.feature_layers:
+        returns_hidden = "output_hidden_states" in outputs
+        if self.state_layers:
             outputs["output_hidden_states"] = True
 
         def prefill() -> Any:
-            return call.model._prefill(call.input_ids, call.generation_config, kwargs)
+            states = {} if target.states is None or returns_hidden else target.states.outputs
+            return call.model._prefill(call.input_ids, call.generation_config, {**kwargs, **states})
 
         next_position = self.further.position_ids
         first = call.first_position(self.attention, next_position)
@@ -297,11 +314,12 @@ class Assembly(Sources):
             axes = next_position.expand(-1, call.rows, -1) - (first + self.attention.shape[1])[:, None]
         alone = self.static_shapes and call.ranks is None
         tokens_alone = alone and call.is_tokens_alone(self.attention, runner.takes_spans)
-        return Target(
-            buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs,
-            self.given.feature_layers, self.stats, tokens_alone, self.further, axes, self.in_triton,
-            call.config.prefix_reuse and not cached and call.ranks is None, call.ranks,
+        fresh = not cached and call.ranks is None and self.head is None  # a head needs the states of the prompt
+        target = Target(
+            buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
+            self.stats, tokens_alone, self.further, axes, self.in_triton, call.config.prefix_reuse and fresh, call.ranks,
         )  # fmt: skip
+        return target
 
 
 def has_holes(attention: Tensor) -> bool:

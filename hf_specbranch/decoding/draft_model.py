@@ -18,6 +18,7 @@ from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScor
 
 if TYPE_CHECKING:
     from ..layers.shortlist import Shortlist
+    from .target_states import TargetStates
 
 
 class DraftModel:
@@ -32,7 +33,15 @@ class DraftModel:
         capacity: the most columns the text can reach.
         stats: where to count forwards.
         ends: the end-of-sequence tokens, after which no stateful processor is called.
+
+    Attributes:
+        name: what has drafted, for the statistics.
+        reread: how many of the last columns a new draft begins with reading, at most.
+        states: the target's hidden states, if the model reads them (`HeadModel`).
     """
+
+    name, reread = "draft model", 2  # the target's own token, and the one before it if the whole draft was accepted
+    states: TargetStates | None = None
 
     def __init__(
         self,
@@ -61,7 +70,8 @@ class DraftModel:
         if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
             self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
-        self.earliest = 0  # the first column that can be read again; a recurrent state before it is not kept
+        # The first column that can be read again; a recurrent state before it is not kept.
+        self.earliest: int | Tensor = 0
         self.scorer: Scorer | None = None
         if processors:
             static = buffers.static_shapes
@@ -128,6 +138,10 @@ class DraftModel:
         self.runner.reserve(tokens.shape[0], shown)
         visible = self.runner.visible(inputs.spans, shown, self.seen)
         return self._expanded(self.runner.forward(tokens, inputs.positions, inputs.slots, visible).logits)
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy what belongs to `source` slots to `destination` slots, both [B, N]."""
+        self.runner.move(source, destination)
 
     def _expanded(self, logits: Tensor) -> Tensor:
         """Return logits over the draft's vocabulary; a shortlist scores only part of it."""

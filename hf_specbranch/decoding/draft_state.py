@@ -221,7 +221,7 @@ class SideBranches:
         pending.confidence.scatter_(1, ring, self.confidence[pending.rows, chosen])
         pending.scores[pending.rows[:, None], ring] = self.scores[pending.rows, chosen]
         source = torch.where(wins, self.slots[pending.rows, chosen], columns[:, :depth])
-        self.model.runner.move(source, columns[:, :depth])
+        self.model.move(source, columns[:, :depth])
         if self.guides and bool(wins[0]):
             self.model.guide = self.guides[int(winner[0])]
 

@@ -4,9 +4,8 @@ Draft tokens that are sent are the beginning of the pending draft. A cut decides
 away. That keeps drawn drafts exact: a token once drawn stays the candidate until the target reaches it.
 
 The two stages, `propose` and `branch`, run on static buffers, so that each can be captured as one CUDA graph. Between
-the forwards of the draft model stand small operations (`DraftOps`). `TorchDraftOps` works everywhere, and is the
-reference of `TritonDraftOps`. With static shapes it does all of its work, and finished rows write to scratch entries;
-without, it asks the device what is needed, and leaves out the rest.
+forwards stand small operations (`DraftOps`). `TorchDraftOps` works everywhere; it is the reference of `TritonDraftOps`.
+With static shapes it does all of its work, and finished rows write to scratch entries; else it does what is needed.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Drafter:
         self.buffers, self.model, self.round, self.ops = buffers, model, round, ops
         self.hooks, self.stats = hooks, stats
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
-        self.name, self.max_tokens_per_round = "draft model", self.gamma + 2
+        self.name, self.max_tokens_per_round = model.name, self.gamma + 2
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round = self.policy.drafts_first and not self.policy.drafts_ahead
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`
@@ -212,7 +211,9 @@ class TorchDraftOps:
         end = torch.where(rows.moved, column + 1 + round.depth, pending.end)
         pending.end.copy_(torch.where(rows.rejected | result.finished, pending.start, end))
         cached = torch.where(rows.moved, pending.end - 1, pending.cached)
-        pending.cached.copy_(torch.where(rows.rejected, torch.minimum(cached, column), cached))
+        cached = torch.where(rows.rejected, torch.minimum(cached, column), cached)
+        again = column - result.accepted  # from here on the target has new states, which a head reads
+        pending.cached.copy_(cached if self.model.states is None else torch.minimum(cached, again))
         round.survived.copy_(rows.survived)
         round.room.copy_(torch.where(result.finished, 0, round.limit - pending.start))
         round.empty.copy_(pending.end == pending.start)
@@ -223,8 +224,7 @@ class TorchDraftOps:
             self.model.guide.rewind(int(column[0]))
 
     def draft_inputs(self, step: int) -> ForwardInputs | None:
-        # At first the target's own token, and the one before it if the whole draft was accepted.
-        return self._pending_inputs(2 if step == 0 else 1, self.round.going)
+        return self._pending_inputs(self.model.reread if step == 0 else 1, self.round.going)
 
     def _pending_inputs(self, queries: int, wanted: Tensor) -> ForwardInputs | None:
         """Return the last tokens of each pending draft, if a wanted row has some that the draft has not read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import SpecBranchConfig
+from ..config import LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
 from ..runtime.eager import EagerRunner
 
 
@@ -55,3 +55,20 @@ def without_alternatives(config: SpecBranchConfig, target: EagerRunner, draft: E
             # torch's convolutions on a CPU give wrong results if two threads run them at the same time.
             config = replace(config, overlap=False)
     return config
+
+
+def for_head(config: SpecBranchConfig, captured: bool) -> SpecBranchConfig:
+    """Return the settings of `policy="auto"` for a head of the target: plain speculation, with tree leaves if captured.
+
+    A head drafts best right after the target's pass, whose hidden states it reads. What it drafts while the target
+    verifies rests on its own.
+    """
+    if config.policy != "auto":
+        return config
+    leaves, lookup = config.tree_leaves, config.prompt_lookup_num_tokens
+    return replace(
+        config,
+        policy="vanilla",
+        tree_leaves=(TREE_LEAVES if captured else 0) if leaves == "auto" else leaves,
+        prompt_lookup_num_tokens=LOOKUP_TOKENS if lookup == "auto" else lookup,
+    )

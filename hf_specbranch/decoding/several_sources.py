@@ -52,6 +52,7 @@ class LookupBesideDraft:
         count = self._looks_up() if feedback.draft_ended else 0
         if count:
             if self.current is self.drafter:
+                self.unread = self.drafter.model.reread
                 self._run("leave", lambda: self._leave(feedback))
             self.current, self.name = self.lookup, self.lookup.name
             self.unread += count + 1
@@ -88,7 +89,9 @@ class LookupBesideDraft:
     def _leave(self, feedback: Feedback) -> None:
         """Note which columns the draft model has read of the text; what it drafted after them is gone."""
         pending, result = self.drafter.round.pending, feedback.result
-        right = result.length - result.committed + result.accepted
+        right = result.length - result.committed
+        if self.drafter.model.states is None:  # a head reads accepted tokens again, with the target's states
+            right = right + result.accepted
         pending.cached.copy_(torch.minimum(pending.cached, right))
 
     def _resume(self, feedback: Feedback, reached: int) -> None:

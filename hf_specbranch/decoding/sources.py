@@ -15,12 +15,14 @@ from ..planning.costs import StepCosts
 from ..runtime.eager import EagerRunner, leading_padding
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
+from ..target_heads.base import TargetHead
 from .call import Call
 from .candidates import CandidateDraft
 from .draft_model import DraftModel
 from .draft_source import DraftOps, DraftSource
 from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
 from .drafter import Drafter, TorchDraftOps
+from .head_model import HeadModel
 from .hooks import ConfidenceStop, HookList, TopKBranches
 from .lookup import Lookup, LookupDraft, PassTimes, lengths_up_to
 from .loop import NoDraft, Parts
@@ -68,6 +70,7 @@ class Sources:
         drafter = None
         if self.draft_runner is not None and policy.drafts:
             drafter = self._drafter(plan, self.draft_runner, parts)
+            parts.target.states = parts.verifier.states = drafter.model.states
         if not plan.lookup_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
             return NoDraft(nothing) if drafter is None else drafter
         found, patient = self._lookup(plan, parts), not self.samples
@@ -111,7 +114,10 @@ class Sources:
         buffers = self.buffers_for(runner, runner.device, (*baked, hooks.settings))
         own = self._own_attention.to(runner.device)
         ends = frozenset(self.stopper.eos)
-        model = DraftModel(buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends)
+        given = buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends
+        layers: int = call.model.config.get_text_config(decoder=True).num_hidden_layers
+        is_head = isinstance(runner.model, TargetHead)
+        model = HeadModel(*given, text, gamma, layers) if is_head else DraftModel(*given)
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
@@ -123,7 +129,7 @@ class Sources:
         limit = self.stopper.max_length
         round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
         ops: DraftOps = TorchDraftOps(round, model, hooks)
-        if self.in_triton and kernels_know(policy, gamma, hooks):
+        if self.in_triton and not is_head and kernels_know(policy, gamma, hooks):
             ops = TritonDraftOps(round, model, hooks, buffers)
         return Drafter(buffers, model, round, ops, hooks, self.stats)
 

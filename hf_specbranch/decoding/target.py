@@ -19,6 +19,7 @@ from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
 from .resolve import DraftTokens, TreeLeaves
+from .target_states import TargetStates
 from .text import Text
 
 
@@ -93,6 +94,7 @@ class Target:
         optional = runner.masks.optional and ranks is None
         self.nothing_hidden = not buffers.static_shapes and optional and bool(attention.all())
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
+        self.states: TargetStates | None = None  # keeps the hidden states of the prompt, if a head drafts
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
@@ -109,7 +111,10 @@ class Target:
             # Padding shifts positions, and keys and values from the caller may come from other weights.
             self.reuses_prefix = self.reuses_prefix and not padded and not given
             self.stats.reused_tokens += (reused := self._reusable_tokens(remembered, prompt))
-            logits = prefill(self.runner, prompt, positions, self.first, given or reused)
+            keep, outputs = None, {}
+            if self.states is not None:
+                keep, outputs = self.states.record_pass, self.states.outputs
+            logits = prefill(self.runner, prompt, positions, self.first, given or reused, keep, **outputs)
             return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
@@ -121,9 +126,13 @@ class Target:
             raise FallBack(f"{type(self.runner.model).__name__} keeps {sorted(read)} tokens of a prompt of {filled}")
         self.runner.cache.mark(filled)
         logits = output.logits[:, -1:]
+        hidden = output.get("hidden_states")
+        if self.states is not None:
+            self.states.record_prompt(hidden, self.text.prompt_length)
+            hidden = None if any(layer is None for layer in hidden) else hidden  # only what the head reads
         if self.buffers.static_shapes:
             return Step(self.buffers.keep("target.logits1", logits))
-        return Step(logits, output.get("hidden_states"), output.get("attentions"))
+        return Step(logits, hidden, output.get("attentions"))
 
     def verify(self, draft_tokens: DraftTokens) -> Step:
         """Return logits [B, N + 1 + W, V]: at each draft position, at the branch point, and after each tree leaf."""

@@ -33,6 +33,7 @@ from .acceptance import (
 )
 from .resolve import NONE, RESULT_NUMBERS, BranchStarts, DraftTokens, VerifyResult
 from .scoring import ExactScorer, Prefixes, Processor, Scorer, StaticScorer, is_opaque
+from .target_states import TargetStates
 from .text import ScoresSoFar, Text
 
 UNDECIDED = -1
@@ -92,6 +93,7 @@ class Verifier:
         self.features: Tensor | None = None  # [B, layers, H] target hidden states where the last token was chosen
         self.scores: Tensor | None = None  # [B, N + 1, V] of the last round; None in Triton
         self.logits = torch.empty(0)  # [B, N + 1 + W, V] of the last round, from the target
+        self.states: TargetStates | None = None  # keeps the target's hidden states, if a head drafts
 
     def verify(
         self, step: Step, draft_tokens: DraftTokens, branches: BranchStarts, drafted: Callable[[], Tensor]
@@ -110,14 +112,19 @@ class Verifier:
         packed, queries, self.logits = self.result_memory[count], step.logits.shape[1], step.logits
         self.features = self._memory_for_features(step)
         verify = self._verify_in_triton if self.in_triton else self._verify_in_torch
+        states = None if self.states is None or not step.is_aligned else self.states
 
         def stage() -> None:
+            length = None if states is None else self.text.length.clone()  # the kernel advances it
             last_query = verify(step.logits, draft_tokens, branches, drafted(), packed)
+            if states is not None and length is not None:
+                states.record(step, length, packed[:, 0], last_query, count)
             if self.features is not None:
                 self.features.copy_(features_at(step, last_query, self.feature_layers))
 
-        key = ("verify", count, queries, branches.tokens.shape[1], self.features is None, draft_tokens.memory)
-        self.buffers.run(key, stage, only_our_kernels=self.in_triton)
+        memory = draft_tokens.memory, None if states is None else states.serial
+        key = ("verify", count, queries, branches.tokens.shape[1], self.features is None, *memory)
+        self.buffers.run(key, stage, only_our_kernels=self.in_triton and states is None)
         self.host_copies.send(packed)
 
     def results(self) -> list[VerifyResult]:

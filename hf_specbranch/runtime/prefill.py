@@ -7,12 +7,14 @@ several rows are read in passes that are not captured, through the same kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .base import Step
 from .eager import EagerRunner, make_spans
 
 # With a 7B model on an H200, the first token after a prompt of 129 tokens takes 22 ms if the prompt is padded to 256
@@ -31,7 +33,15 @@ def can_prefill(runner: EagerRunner, tokens: Tensor, padded: bool) -> bool:
     return not padded and length > 0 and rows * padded_length(length, rows) <= MOST
 
 
-def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int = 0) -> Tensor:
+def prefill(
+    runner: EagerRunner,
+    tokens: Tensor,
+    positions: Tensor,
+    first: Tensor,
+    start: int = 0,
+    keep: Callable[[Step, int, int], None] | None = None,
+    **outputs: Any,
+) -> Tensor:
     """Read a text, token `i` into slot `i`. Return logits [B, 1, V] after its last token.
 
     Args:
@@ -40,12 +50,16 @@ def prefill(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tenso
         positions: [B, P or more] positions of the tokens in the slots.
         first: [B, 1] the first slot that is not padding.
         start: how many tokens have their keys and values in the cache already.
+        keep: given each pass, the number of tokens read by then, and how many of them this pass has read, as its last.
+        outputs: what else a pass must return, as arguments of the model.
     """
     rows, length = tokens.shape
     for size, count in passes(rows, length - start, runner.takes_spans):
-        logits = _read(runner, tokens[:, start : start + count], positions, first, start, size)
+        step = _read(runner, tokens[:, start : start + count], positions, first, start, size, outputs)
         start += count
-    return logits
+        if keep is not None:
+            keep(step, start, count)
+    return step.logits[:, -1:]
 
 
 def passes(rows: int, count: int, takes_spans: bool) -> Iterator[tuple[int, int]]:
@@ -71,8 +85,16 @@ def passes(rows: int, count: int, takes_spans: bool) -> Iterator[tuple[int, int]
             yield (min(columns, count - begin),) * 2
 
 
-def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor, start: int, size: int) -> Tensor:
-    """Read tokens [B, N] into the slots from `start` on, in one pass of `size` tokens; return the last logits.
+def _read(
+    runner: EagerRunner,
+    tokens: Tensor,
+    positions: Tensor,
+    first: Tensor,
+    start: int,
+    size: int,
+    outputs: dict[str, Any],
+) -> Step:
+    """Read tokens [B, N] into the slots from `start` on, in one pass of `size` tokens.
 
     Padding goes before the text, so that the last token of the text is always the last of the pass. The padding is
     written to slots after the text. No query of the text attends to these before their own tokens are written.
@@ -89,7 +111,7 @@ def _read(runner: EagerRunner, tokens: Tensor, positions: Tensor, first: Tensor,
     tokens = pad(tokens, (size - count, 0))
     captured = size in captured_sizes(rows, runner.takes_spans)  # the end of a long text has any other size
     forward = runner.forward if captured else runner.forward_uncaptured
-    return forward(tokens, positions, slots, visible, **runner.last_logits_only).logits[:, -1:]
+    return forward(tokens, positions, slots, visible, **runner.last_logits_only, **outputs)
 
 
 def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> bool:

@@ -1,0 +1,102 @@
+"""Heads of tiny targets: made, trained for a moment, and run by themselves as a reference."""
+
+import functools
+
+import torch
+
+from hf_specbranch.target_heads.eagle3 import Eagle3Draft, Eagle3Settings, layer_config
+from hf_specbranch.target_heads.loading import eagle3_from
+
+from .models import llama
+
+
+def eagle3_config(target, tokens=None, layers=(0, 1), **more):
+    """A config.json as the speculators project writes it, for a draft that scores the first `tokens` but one."""
+    ours = target.config
+    vocabulary = ours.vocab_size
+    decoder = {
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": ours.hidden_size, "num_hidden_layers": 1,
+        "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": vocabulary if tokens is None else tokens,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 3}]},
+        "transformer_layer_config": {**decoder, **more.pop("decoder", {})},
+        **more,
+    }
+
+
+def random_weights(config, target, seed=0):
+    """Weights as they are published: the embeddings are the target's, d2t says how far each token is moved."""
+    torch.manual_seed(seed)
+    settings = Eagle3Settings.from_dict(config, target.config.num_hidden_layers)
+    head = Eagle3Draft(layer_config(config["transformer_layer_config"]), settings)
+    weights = {name: value.clone() for name, value in head.state_dict().items() if name != "embed_tokens.weight"}
+    if settings.draft_vocab_size != target.config.vocab_size:  # leave out token 0
+        weights["d2t"] = torch.ones(settings.draft_vocab_size, dtype=torch.long)
+        weights["t2d"] = torch.arange(target.config.vocab_size) % (settings.draft_vocab_size + 1) > 0
+    return weights
+
+
+def random_eagle3(target, seed=0, **settings):
+    config = eagle3_config(target, **settings)
+    return eagle3_from(target, config, random_weights(config, target, seed))
+
+
+@torch.no_grad()
+def states_of(head, target, text):
+    """[B, L - 1, S]: what the tokens of a text [B, L] from the second on are read with."""
+    hidden = target(text[:, :-1], output_hidden_states=True).hidden_states
+    return head.encode(torch.cat([hidden[layer] for layer in head.state_layers], dim=-1))
+
+
+@torch.no_grad()
+def reference_draft(head, target, text, count):
+    """The likeliest tokens after a text, list of tokens: the head reads it in one pass, then its own states."""
+    ids = torch.tensor([text])
+    states, drafted = states_of(head, target, ids), []
+    tokens = ids[:, 1:]
+    for _ in range(count):
+        out = head(tokens, states=states)
+        best = out.logits[0, -1].argmax()
+        drafted.append(int(best if head.token_ids is None else head.token_ids[best]))
+        states = torch.cat([states, out.hidden_states[0][:, -1:]], dim=1)
+        tokens = torch.cat([tokens, torch.tensor([[drafted[-1]]])], dim=1)
+    return drafted
+
+
+def trained(head, target, texts, steps=60, depth=2):
+    """Train a head on texts [B, L] of its target: to say the next token, also from its own states."""
+    head.requires_grad_(True)
+    optimiser = torch.optim.Adam([each for each in head.parameters() if each is not head.embed_tokens.weight], 0.01)
+    own = torch.full((target.config.vocab_size,), -100)
+    ids = torch.arange(len(own)) if head.token_ids is None else head.token_ids
+    own[ids] = torch.arange(len(ids))
+    with torch.no_grad():
+        hidden = target(texts[:, :-1], output_hidden_states=True).hidden_states
+    hidden = torch.cat([hidden[layer] for layer in head.state_layers], dim=-1)
+    for _ in range(steps):
+        states, loss = head.encode(hidden), 0.0
+        for shift in range(depth):
+            out = head(texts[:, 1 + shift : -1], states=states[:, : texts.shape[1] - 2 - shift])
+            loss = loss + torch.nn.functional.cross_entropy(
+                out.logits.flatten(0, 1), own[texts[:, 2 + shift :]].flatten()
+            )
+            states = out.hidden_states[0]
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return head.requires_grad_(False)
+
+
+@functools.cache
+def target_and_eagle3():
+    """A target over few tokens, and an EAGLE-3 draft that often agrees with it."""
+    target = llama(seed=11, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None)
+    torch.manual_seed(0)
+    prompts = torch.randint(3, 12, (24, 12))
+    texts = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
+    return target, trained(random_eagle3(target, tokens=11), target, texts)

@@ -1,0 +1,210 @@
+"""Drafts that read the target's hidden states: EAGLE-3 drafts in the layout of the speculators project."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_specbranch import SpecBranchConfig, specbranch
+from hf_specbranch.decoding import target_states
+from hf_specbranch.decoding.drafter import Drafter
+from hf_specbranch.decoding.lookup import PassTimes
+from hf_specbranch.decoding.several_sources import LookupBesideDraft
+
+from . import sources
+from .models import attached, llama, prompt
+from .sampling import SMALLEST_P, sampling_pair
+from .sources import DraftSourceTests
+from .target_heads import eagle3_config, random_eagle3, random_weights, reference_draft, target_and_eagle3
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+def settings(policy="vanilla", gamma=3, **more):
+    return SpecBranchConfig(policy=policy, max_draft_length=gamma, **{"confidence_threshold": 0.0, **more})
+
+
+class TestEagle3(DraftSourceTests):
+    source = "EAGLE-3"
+
+    @pytest.fixture(autouse=True)
+    def pair(self, monkeypatch):
+        """The draft that these tests are given is an EAGLE-3 draft."""
+        monkeypatch.setattr(sources, "repetitive_pair", target_and_eagle3)
+        model, _ = sampling_pair()
+        head = random_eagle3(model, seed=3, layers=(0,), tokens=3)
+        monkeypatch.setattr(sources, "sampling_pair", lambda: (model, head))
+
+    def arguments(self, draft):
+        return {"assistant_model": draft, "specbranch": settings()}
+
+    def test_a_wrong_distribution_is_noticed(self, monkeypatch):
+        """Planted fault: the head draws from another distribution than it says."""
+        honest = Drafter.propose
+
+        def dishonest(self, feedback, reached):
+            drafted = honest(self, feedback, reached)
+            return drafted if drafted.q is None else drafted._replace(q=drafted.q.roll(1, dims=-1))
+
+        monkeypatch.setattr(Drafter, "propose", dishonest)
+        assert self.sampling_p_value(samples=6_000) < SMALLEST_P
+
+
+class TestEagle3WithLeaves(TestEagle3):
+    def arguments(self, draft):
+        return {"assistant_model": draft, "specbranch": settings(tree_leaves=3)}
+
+
+class TestEagle3Branches(TestEagle3):
+    """The head goes on with its own states while the target verifies."""
+
+    def arguments(self, draft):
+        more = dict(tree_leaves=2, max_rejection_branches=2, max_branches=2, confidence_threshold=0.4)
+        return {"assistant_model": draft, "specbranch": settings("specbranch", 2, **more)}
+
+
+# ---- which states it reads
+
+
+def watch_proposals(monkeypatch):
+    """Return a list that every draft is added to: the text of a row before it, and its tokens."""
+    found, honest = [], Drafter.propose
+
+    def watched(self, feedback, reached):
+        drafted, pending = honest(self, feedback, reached), self.round.pending
+        for row, count in enumerate(drafted.length.tolist()):
+            first = int((~self.model.seen[row]).sum())
+            found.append(
+                (pending.ids[row, first : int(pending.start[row])].tolist(), drafted.tokens[row, :count].tolist())
+            )
+        return drafted
+
+    monkeypatch.setattr(Drafter, "propose", watched)
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("leaves", [0, 3])
+def test_drafts_are_those_of_the_head_alone(static, leaves, request, monkeypatch):
+    """Also after rejections, accepted leaves and padding: up to the end of the text every state is the target's."""
+    if static:
+        request.getfixturevalue("static_stages")
+    target, head = target_and_eagle3()
+    proposals = watch_proposals(monkeypatch)
+    model = attached(target)
+    model.generate(
+        **prompt(3, 12, vocabulary=12), **GREEDY, assistant_model=head, specbranch=settings(tree_leaves=leaves)
+    )
+    assert len(proposals) > 20 and (not leaves or model.specbranch_stats.tree_leaf_hits > 2)
+    for text, tokens in proposals:
+        assert tokens == reference_draft(head, target, text, len(tokens))
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_drafts_after_looked_up_tokens_are_those_of_the_head_alone(static, request, monkeypatch):
+    if static:
+        request.getfixturevalue("static_stages")
+    monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
+    monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)
+    target, head = target_and_eagle3()
+    proposals, model = watch_proposals(monkeypatch), attached(target)
+    model.generate(
+        **prompt(1, 12, vocabulary=12), **GREEDY, assistant_model=head,
+        specbranch=settings(prompt_lookup_num_tokens=4),
+    )  # fmt: skip
+    counts = model.specbranch_stats.sources
+    assert counts["lookup"]["rounds"] > 2 and counts["EAGLE-3"]["rounds"] > 2
+    for text, tokens in proposals:
+        assert tokens == reference_draft(head, target, text, len(tokens))
+
+
+def test_stale_states_cost_acceptance_and_no_token(monkeypatch):
+    """Planted fault: after the prompt the target's states are never kept."""
+    target, head = target_and_eagle3()
+    asked, model = {**prompt(2, 12, vocabulary=12), **GREEDY}, attached(target)
+    model.generate(**asked, assistant_model=head, specbranch=settings())
+    accepted = model.specbranch_stats.num_accepted_tokens
+    monkeypatch.setattr(target_states.TargetStates, "record", lambda *_: None)
+    out = model.generate(**asked, assistant_model=head, specbranch=settings())
+    assert torch.equal(out, target.generate(**asked))
+    assert model.specbranch_stats.num_accepted_tokens < accepted
+
+
+def test_a_given_cache_holds_no_states_and_is_not_read(monkeypatch):
+    target, head = target_and_eagle3()
+    ids = prompt(1, 24, vocabulary=12)["input_ids"]
+    model, asked = attached(target), {"attention_mask": torch.ones_like(ids), **GREEDY}
+    with torch.no_grad():
+        past = target(ids[:, :10], use_cache=True).past_key_values
+    out = model.generate(ids, **asked, past_key_values=past, assistant_model=head, specbranch=settings())
+    assert torch.equal(out, target.generate(ids, **asked))
+    assert model.specbranch_stats.sources["EAGLE-3"]["accepted"] > 0
+
+
+# ---- loading
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A published draft."""
+    target = llama(seed=0, layers=4)
+    config = eagle3_config(target, tokens=40, layers=(1, 2, 3), norm_before_residual=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(config, target), tmp_path / "model.safetensors")
+    return tmp_path, target
+
+
+def test_a_folder_is_loaded_by_its_config(folder):
+    path, target = folder
+    model = specbranch(target, draft=str(path))
+    out = model.generate(**prompt(2), max_new_tokens=12, do_sample=False)
+    assert torch.equal(out, model.generate(**prompt(2), max_new_tokens=12, do_sample=False, specbranch=False))
+    model.generate(**prompt(2), max_new_tokens=12, do_sample=False, specbranch=settings())
+    assert set(model.specbranch_stats.sources) == {"EAGLE-3"}
+    head = model._specbranch_memory.draft
+    assert head.embed_tokens.weight is target.get_input_embeddings().weight  # not stored again
+    assert head.generation_config.num_assistant_tokens == 3
+
+
+def changed(path, **fields):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speculators_model_type": "dspark"}, "expected 'eagle3'"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "the target has 4 layers"),
+        ({"target_hidden_size": 64}, "hidden states of size 64"),
+        ({"fc_norm": True}, "fc_norm.0.weight"),
+        ({"transformer_layer_config": {"model_type": "gpt2"}}, "expected 'llama' or 'qwen3'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_drafts_that_do_not_fit_are_refused(folder, fields, message):
+    path, target = folder
+    changed(path, **fields)
+    with pytest.raises(ValueError, match=message):
+        specbranch(target, draft=path)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"norm_before_fc": True},
+        {"fc_norm": True, "norm_output": True},
+        {"decoder": {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8}},
+    ],
+    ids=["norm before fc", "norms", "two Qwen3 layers"],
+)
+def test_variants_draft_as_the_head_alone(more, monkeypatch):
+    target = llama(seed=0, layers=4)
+    head = random_eagle3(target, layers=(1, 2, 3), **more)
+    proposals = watch_proposals(monkeypatch)
+    asked = {**prompt(2), "max_new_tokens": 8, "do_sample": False}
+    out = attached(target).generate(**asked, assistant_model=head, specbranch=settings())
+    assert torch.equal(out, target.generate(**asked))
+    for text, tokens in proposals:
+        assert tokens == reference_draft(head, target, text, len(tokens))
