@@ -48,6 +48,7 @@ class Attachment:
     looks_up: bool = False  # lookup was named as a source of drafts
     corpus: LookupCorpus | None = None
     config: SpecBranchConfig | None = None
+    mtp: TargetHead | None = None  # the target's multi-token-prediction layers, once a call has asked for them
     warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
     temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
 
@@ -120,9 +121,9 @@ class MergedSettings:
 
 
 class _WithoutLookup:
-    """The same settings without `prompt_lookup_num_tokens`, which is a draft source of ours."""
+    """The same settings without those that name a draft source of ours."""
 
-    prompt_lookup_num_tokens = None
+    prompt_lookup_num_tokens = use_mtp = None
 
     def __init__(self, settings: MergedSettings) -> None:
         self.settings = settings

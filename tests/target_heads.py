@@ -3,9 +3,11 @@
 import functools
 
 import torch
+from transformers.modeling_layers import MtpModel
 
 from hf_specbranch.target_heads.eagle3 import Eagle3Draft, Eagle3Settings, layer_config
 from hf_specbranch.target_heads.loading import eagle3_from
+from hf_specbranch.target_heads.mtp import MtpHead
 
 from .models import llama
 
@@ -70,8 +72,9 @@ def reference_draft(head, target, text, count):
 
 def trained(head, target, texts, steps=60, depth=2):
     """Train a head on texts [B, L] of its target: to say the next token, also from its own states."""
-    head.requires_grad_(True)
-    optimiser = torch.optim.Adam([each for each in head.parameters() if each is not head.embed_tokens.weight], 0.01)
+    shared = {id(each) for each in target.parameters()}
+    weights = [each.requires_grad_(True) for each in head.parameters() if id(each) not in shared]
+    optimiser = torch.optim.Adam(weights, 0.01)
     own = torch.full((target.config.vocab_size,), -100)
     ids = torch.arange(len(own)) if head.token_ids is None else head.token_ids
     own[ids] = torch.arange(len(ids))
@@ -89,14 +92,32 @@ def trained(head, target, texts, steps=60, depth=2):
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    return head.requires_grad_(False)
+    return head
+
+
+def small_target():
+    """A target over few tokens with a multi-token-prediction layer, and texts of it."""
+    target = llama(seed=11, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None, num_mtp_layers=1)
+    torch.manual_seed(0)
+    prompts = torch.randint(3, 12, (24, 12))
+    asked = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
+    return target, target.generate(prompts, **asked)
 
 
 @functools.cache
 def target_and_eagle3():
-    """A target over few tokens, and an EAGLE-3 draft that often agrees with it."""
-    target = llama(seed=11, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None)
-    torch.manual_seed(0)
-    prompts = torch.randint(3, 12, (24, 12))
-    texts = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
+    """A target and an EAGLE-3 draft that often agrees with it."""
+    target, texts = small_target()
     return target, trained(random_eagle3(target, tokens=11), target, texts)
+
+
+@functools.cache
+def target_and_mtp():
+    """A target and a multi-token-prediction layer that often agrees with it."""
+    target, texts = small_target()
+    return target, trained(random_mtp(target), target, texts)
+
+
+def random_mtp(target, seed=0):
+    torch.manual_seed(seed)
+    return MtpHead(target, MtpModel(target, 1)).eval()

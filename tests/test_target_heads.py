@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import MtpCache
 
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.decoding import target_states
@@ -16,7 +18,16 @@ from . import sources
 from .models import attached, llama, prompt
 from .sampling import SMALLEST_P, sampling_pair
 from .sources import DraftSourceTests
-from .target_heads import eagle3_config, random_eagle3, random_weights, reference_draft, target_and_eagle3
+from .target_heads import (
+    eagle3_config,
+    random_eagle3,
+    random_mtp,
+    random_weights,
+    reference_draft,
+    small_target,
+    target_and_eagle3,
+    target_and_mtp,
+)
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 
@@ -25,19 +36,49 @@ def settings(policy="vanilla", gamma=3, **more):
     return SpecBranchConfig(policy=policy, max_draft_length=gamma, **{"confidence_threshold": 0.0, **more})
 
 
-class TestEagle3(DraftSourceTests):
-    source = "EAGLE-3"
+class HeadTests(DraftSourceTests):
+    """The contract of a draft source for a head of the target."""
+
+    @staticmethod
+    def pair():
+        raise NotImplementedError
+
+    @staticmethod
+    def sampling_head(target):
+        raise NotImplementedError
 
     @pytest.fixture(autouse=True)
-    def pair(self, monkeypatch):
-        """The draft that these tests are given is an EAGLE-3 draft."""
-        monkeypatch.setattr(sources, "repetitive_pair", target_and_eagle3)
+    def pairs(self, monkeypatch):
+        """The draft that these tests are given is a head."""
+        monkeypatch.setattr(sources, "repetitive_pair", self.pair)
         model, _ = sampling_pair()
-        head = random_eagle3(model, seed=3, layers=(0,), tokens=3)
+        head = self.sampling_head(model)
         monkeypatch.setattr(sources, "sampling_pair", lambda: (model, head))
 
     def arguments(self, draft):
         return {"assistant_model": draft, "specbranch": settings()}
+
+    def sampling_p_value(self, samples=6_000):
+        return super().sampling_p_value(samples)
+
+
+class TestMtp(HeadTests):
+    source = "MTP"
+    pair = staticmethod(target_and_mtp)
+
+    @staticmethod
+    def sampling_head(target):
+        target.config.num_mtp_layers = 1
+        return random_mtp(target, seed=3)
+
+
+class TestEagle3(HeadTests):
+    source = "EAGLE-3"
+    pair = staticmethod(target_and_eagle3)
+
+    @staticmethod
+    def sampling_head(target):
+        return random_eagle3(target, seed=3, layers=(0,), tokens=3)
 
     def test_a_wrong_distribution_is_noticed(self, monkeypatch):
         """Planted fault: the head draws from another distribution than it says."""
@@ -85,12 +126,15 @@ def watch_proposals(monkeypatch):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-@pytest.mark.parametrize("leaves", [0, 3])
-def test_drafts_are_those_of_the_head_alone(static, leaves, request, monkeypatch):
+@pytest.mark.parametrize(
+    ("pair", "leaves"), [(target_and_eagle3, 0), (target_and_eagle3, 3), (target_and_mtp, 3)],
+    ids=["EAGLE-3", "EAGLE-3 with leaves", "MTP with leaves"],
+)  # fmt: skip
+def test_drafts_are_those_of_the_head_alone(static, pair, leaves, request, monkeypatch):
     """Also after rejections, accepted leaves and padding: up to the end of the text every state is the target's."""
     if static:
         request.getfixturevalue("static_stages")
-    target, head = target_and_eagle3()
+    target, head = pair()
     proposals = watch_proposals(monkeypatch)
     model = attached(target)
     model.generate(
@@ -208,3 +252,57 @@ def test_variants_draft_as_the_head_alone(more, monkeypatch):
     assert torch.equal(out, target.generate(**asked))
     for text, tokens in proposals:
         assert tokens == reference_draft(head, target, text, len(tokens))
+
+
+# ---- multi-token-prediction layers
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A target and its checkpoint, in which the multi-token-prediction layer is the one after its last."""
+    target, _ = small_target()
+    head = random_mtp(target)
+    names = {"mtp_block.": "", "post_norm": "shared_head.norm"}
+    weights = {}
+    for name, value in head.mtp.layers[0].state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        weights[f"model.layers.2.{name}"] = value.clone()
+    target.config.save_pretrained(tmp_path)
+    save_file(target.state_dict() | weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    return LlamaForCausalLM.from_pretrained(tmp_path).eval(), head
+
+
+@pytest.mark.parametrize("asked", ["draft", "use_mtp"])
+def test_layers_come_from_the_checkpoint(checkpoint, asked, monkeypatch):
+    target, head = checkpoint
+    model = specbranch(target, draft="mtp") if asked == "draft" else specbranch(target)
+    proposals = watch_proposals(monkeypatch)
+    more = {} if asked == "draft" else {"use_mtp": True}
+    inputs = {**prompt(2, 12, vocabulary=12), "max_new_tokens": 16, "do_sample": False}
+    out = model.generate(**inputs, **more, specbranch=settings())
+    assert set(model.specbranch_stats.sources) == {"MTP"}
+    assert torch.equal(out, target.generate(**inputs, specbranch=False))
+    for text, tokens in proposals:
+        assert tokens == reference_draft(head, target, text, len(tokens))
+
+
+def test_the_first_draft_token_is_that_of_transformers():
+    target, head = target_and_mtp()
+    ids = prompt(1, 12, vocabulary=12)["input_ids"]
+    with torch.no_grad():
+        hidden = target(ids[:, :-1], output_hidden_states=[target.config.num_hidden_layers - 1]).hidden_states[-1]
+        cache = MtpCache(config=target.config.get_mtp_config())
+        positions = torch.arange(1, ids.shape[1])[None]
+        mask = torch.ones_like(positions)
+        tokens, *_ = head.mtp(ids[:, 1:], hidden, mask, positions, cache)
+    assert tokens[0].tolist() == reference_draft(head, target, ids[0].tolist(), 1)
+
+
+def test_a_target_without_layers_says_so():
+    with pytest.raises(ValueError, match="num_mtp_layers"):
+        specbranch(llama(seed=0), draft="mtp")
+    target, _ = small_target()
+    with pytest.raises(ValueError, match="not loaded from a checkpoint"):
+        specbranch(target).generate(**prompt(1, vocabulary=12), max_new_tokens=2, use_mtp=True)

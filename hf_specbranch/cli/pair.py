@@ -17,6 +17,7 @@ from ..bench.methods import Pair
 from ..bench.twin import check_name, check_twin, make_twin
 from ..demo_pair import load_demo_pair
 from ..heads import LengthHead
+from ..target_heads.loading import load_head
 from .names import EMBEDDED, NEWEST, Loading, check_names
 
 
@@ -37,7 +38,9 @@ def load_pair(
     assert draft is not None
     large, tokenizer = load_target(target, device, dtype, loading)
     with naming_option("--draft", draft):
-        small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, **loading.draft)
+        small = load_head(large, draft)
+        if small is None:
+            small = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, **loading.draft)
     return large, small.to(device).eval(), tokenizer
 
 

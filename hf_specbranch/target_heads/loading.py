@@ -15,6 +15,7 @@ from transformers.utils.hub import cached_file
 from ..model_state import state_of
 from .base import DraftVocabulary, TargetHead
 from .eagle3 import Eagle3Draft, Eagle3Settings, layer_config
+from .mtp import MTP, mtp_head
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # needed in training alone
@@ -27,11 +28,13 @@ def load_head(target: PreTrainedModel, name: str | Path) -> TargetHead | None:
 
     Args:
         target: the model that the head was trained for.
-        name: a folder or a repository id.
+        name: a folder or a repository id; or "mtp" for the layers that come with the target's checkpoint.
 
     Raises:
         ValueError: if the head is of an unknown kind, or does not fit the target.
     """
+    if name == MTP:
+        return mtp_head(target)
     config, _ = PreTrainedConfig.get_config_dict(name)
     if KIND not in config:
         return None
@@ -71,7 +74,7 @@ def eagle3_from(target: PreTrainedModel, config: dict[str, Any], weights: dict[s
 
 def prepared(head: Head, target: PreTrainedModel) -> Head:
     """Return a head on the target's device, in its dtype, ready to draft."""
-    head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    head.to(device=target.device, dtype=target.dtype).eval()  # some weights may be the target's
     if head.token_ids is not None:
         head.token_ids = head.token_ids.to(target.device)
         state_of(head).shortlist = DraftVocabulary(head.token_ids, head.config.vocab_size)
