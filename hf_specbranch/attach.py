@@ -65,7 +65,8 @@ def specbranch(
     warm_up_in_background(target.device)
     before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
-        draft=before.draft if draft is None else own_draft,
+        draft=before.draft if draft is None else before.heads.draft(target, own_draft),
+        heads=before.heads,
         candidates=before.candidates if draft is None else candidates,
         looks_up=before.looks_up if draft is None else looks_up,
         head=before.head if head is None else head,

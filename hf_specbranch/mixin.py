@@ -50,8 +50,7 @@ from .request import (
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
-from .target_heads.loading import load_head
-from .target_heads.mtp import MTP
+from .target_heads.calls import drafted_by_transformers
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -128,16 +127,15 @@ class SpecBranchMixin(GenerationMixin):
         plain = partial(self._plain_generate, arguments, generator)
         if specbranch is False or settings.is_assistant:
             return plain(assistant)
-        if (source := settings.candidate_source) and source != "use_mtp":
+        if theirs := drafted_by_transformers(source := settings.candidate_source, assistant):
             if specbranch is not None:
-                self._warn_once(f"{source} names another source of candidates")
+                self._warn_once(f"{theirs} names another source of candidates")
             return plain(assistant)
         attachment = self._specbranch_memory
         given = assistant if assistant is not None else attachment.candidates
         candidates = given if isinstance(given, CandidateGenerator) else None
         draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
-        if source:
-            draft = attachment.mtp = attachment.mtp or load_head(cast(PreTrainedModel, self), MTP)
+        draft = attachment.heads.draft(cast(PreTrainedModel, self), draft, source)
         config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
         if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
             draft = candidates = None  # as in transformers, lookup takes the place of a draft model

@@ -24,6 +24,7 @@ from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
 from .runtime.recurrent_cache import is_recurrent
 from .target_heads.base import TargetHead
+from .target_heads.calls import OwnHeads
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -48,7 +49,7 @@ class Attachment:
     looks_up: bool = False  # lookup was named as a source of drafts
     corpus: LookupCorpus | None = None
     config: SpecBranchConfig | None = None
-    mtp: TargetHead | None = None  # the target's multi-token-prediction layers, once a call has asked for them
+    heads: OwnHeads = field(default_factory=OwnHeads)
     warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
     temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
 

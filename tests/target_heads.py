@@ -3,10 +3,11 @@
 import functools
 
 import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
 from hf_specbranch.target_heads.eagle3 import Eagle3Draft, Eagle3Settings, layer_config
-from hf_specbranch.target_heads.loading import eagle3_from
+from hf_specbranch.target_heads.loading import block_draft, eagle3_from
 from hf_specbranch.target_heads.mtp import MtpHead
 
 from .models import llama
@@ -116,6 +117,54 @@ def target_and_mtp():
     """A target and a multi-token-prediction layer that often agrees with it."""
     target, texts = small_target()
     return target, trained(random_mtp(target), target, texts)
+
+
+def random_block_draft(target, seed=0, block=4, **changes):
+    """A DFlash draft as transformers loads it."""
+    torch.manual_seed(seed)
+    settings = dict(
+        hidden_size=target.config.hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, sliding_window=128, layer_types=["sliding_attention", "full_attention"],
+        block_size=block, mask_token_id=0, target_layer_ids=[0], max_position_embeddings=256, pad_token_id=None,
+    )  # fmt: skip
+    return MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**settings, **changes})).eval()
+
+
+@torch.no_grad()
+def reference_block(head, target, text, count):
+    """The likeliest tokens of the block after a text, by the draft's own forward."""
+    ids, draft = torch.tensor([text]), head.draft
+    hidden = target(ids[:, :-1], output_hidden_states=True).hidden_states
+    context = torch.cat([hidden[layer + 1] for layer in draft.config.target_layer_ids], dim=-1)
+    noise = torch.full((1, head.block), draft.config.mask_token_id)
+    noise[0, 0] = text[-1]
+    positions = torch.arange(len(text) - 1 + head.block)[None]
+    out = draft(target.get_input_embeddings()(noise), context, position_ids=positions).last_hidden_state
+    return target.lm_head(out[0, 1 : 1 + count]).argmax(-1).tolist()
+
+
+@functools.cache
+def target_and_block_draft():
+    """A target and a DFlash draft that often agrees with it."""
+    target, texts = small_target()
+    head = block_draft(target, random_block_draft(target))
+    shared = {id(each) for each in target.parameters()}
+    optimiser = torch.optim.Adam([each for each in head.parameters() if id(each) not in shared], 0.01)
+    with torch.no_grad():
+        hidden = target(texts, output_hidden_states=True).hidden_states[1]
+    for step in range(80):
+        at = 13 + step % 30
+        tokens = torch.cat([texts[:, at - 1 : at], torch.zeros(len(texts), 3, dtype=torch.long)], dim=1)
+        seen = torch.ones(1, 1, 4, at + 3, dtype=torch.bool)
+        positions = torch.arange(at + 3)[None]
+        logits = head(
+            tokens, states=head.encode(hidden[:, : at - 1]), attention_mask=seen, position_ids=positions
+        ).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, 1:].flatten(0, 1), texts[:, at : at + 3].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return target, head
 
 
 def random_mtp(target, seed=0):

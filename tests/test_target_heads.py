@@ -1,5 +1,6 @@
 """Drafts that read the target's hidden states: EAGLE-3 drafts in the layout of the speculators project."""
 
+import copy
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from hf_specbranch.decoding import target_states
 from hf_specbranch.decoding.drafter import Drafter
 from hf_specbranch.decoding.lookup import PassTimes
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
+from hf_specbranch.target_heads.loading import block_draft
 
 from . import sources
 from .models import attached, llama, prompt
@@ -20,11 +22,14 @@ from .sampling import SMALLEST_P, sampling_pair
 from .sources import DraftSourceTests
 from .target_heads import (
     eagle3_config,
+    random_block_draft,
     random_eagle3,
     random_mtp,
     random_weights,
+    reference_block,
     reference_draft,
     small_target,
+    target_and_block_draft,
     target_and_eagle3,
     target_and_mtp,
 )
@@ -70,6 +75,15 @@ class TestMtp(HeadTests):
     def sampling_head(target):
         target.config.num_mtp_layers = 1
         return random_mtp(target, seed=3)
+
+
+class TestDFlash(HeadTests):
+    source = "DFlash"
+    pair = staticmethod(target_and_block_draft)
+
+    @staticmethod
+    def sampling_head(target):
+        return block_draft(target, random_block_draft(target, seed=3))
 
 
 class TestEagle3(HeadTests):
@@ -127,8 +141,9 @@ def watch_proposals(monkeypatch):
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize(
-    ("pair", "leaves"), [(target_and_eagle3, 0), (target_and_eagle3, 3), (target_and_mtp, 3)],
-    ids=["EAGLE-3", "EAGLE-3 with leaves", "MTP with leaves"],
+    ("pair", "leaves"),
+    [(target_and_eagle3, 0), (target_and_eagle3, 3), (target_and_mtp, 3), (target_and_block_draft, 3)],
+    ids=["EAGLE-3", "EAGLE-3 with leaves", "MTP with leaves", "DFlash with leaves"],
 )  # fmt: skip
 def test_drafts_are_those_of_the_head_alone(static, pair, leaves, request, monkeypatch):
     """Also after rejections, accepted leaves and padding: up to the end of the text every state is the target's."""
@@ -141,8 +156,9 @@ def test_drafts_are_those_of_the_head_alone(static, pair, leaves, request, monke
         **prompt(3, 12, vocabulary=12), **GREEDY, assistant_model=head, specbranch=settings(tree_leaves=leaves)
     )
     assert len(proposals) > 20 and (not leaves or model.specbranch_stats.tree_leaf_hits > 2)
+    reference = reference_block if head.block else reference_draft
     for text, tokens in proposals:
-        assert tokens == reference_draft(head, target, text, len(tokens))
+        assert tokens == reference(head, target, text, len(tokens))
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
@@ -306,3 +322,22 @@ def test_a_target_without_layers_says_so():
     target, _ = small_target()
     with pytest.raises(ValueError, match="not loaded from a checkpoint"):
         specbranch(target).generate(**prompt(1, vocabulary=12), max_new_tokens=2, use_mtp=True)
+
+
+# ---- block drafts
+
+
+def test_a_block_draft_is_recognised(tmp_path):
+    """By its config in a folder, or as transformers takes it."""
+    target, _ = small_target()
+    draft = random_block_draft(target)
+    draft.save_pretrained(tmp_path)
+    inputs = {**prompt(2, 12, vocabulary=12), "max_new_tokens": 8, "do_sample": False}
+    expected = target.generate(**inputs)
+    loaded = specbranch(copy.deepcopy(target), draft=tmp_path)
+    named = attached(target)
+    for model, more in ((loaded, {}), (named, {"assistant_model": draft, "speculation_type": "dflash"})):
+        out = model.generate(**inputs, **more, specbranch=settings())
+        assert torch.equal(out, expected) and set(model.specbranch_stats.sources) == {"DFlash"}
+    with pytest.raises(ValueError, match="drafts while the target verifies"):
+        loaded.generate(**inputs, specbranch=settings("specbranch"))

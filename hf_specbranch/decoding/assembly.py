@@ -86,7 +86,7 @@ class Assembly(Sources):
         if any(each.is_recurrent for each in self.runners):
             config = without_alternatives(config, runner, draft_runner)
         if self.head is not None:
-            config = for_head(config, self.static_shapes)
+            config = for_head(config, self.head, self.static_shapes)
         first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)

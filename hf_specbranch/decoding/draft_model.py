@@ -37,9 +37,11 @@ class DraftModel:
     Attributes:
         name: what has drafted, for the statistics.
         reread: how many of the last columns a new draft begins with reading, at most.
+        in_blocks: one pass drafts all tokens.
         states: the target's hidden states, if the model reads them (`HeadModel`).
     """
 
+    in_blocks = False
     name, reread = "draft model", 2  # the target's own token, and the one before it if the whole draft was accepted
     states: TargetStates | None = None
 

@@ -79,7 +79,7 @@ class Drafter:
         round, shown = self.round, self._slots_shown(reached)
         is_new = self.policy.drafts_first and feedback.draft_ended
         if is_new and round.static_shapes:
-            self.stats.draft_forwards += self.gamma
+            self.stats.draft_forwards += 1 if self.model.in_blocks else self.gamma
             self.stats.draft_positions += self.gamma + 1
         key = ("propose", feedback.moved, is_new, feedback.features is None, shown)
         self.buffers.run(key, lambda: self._propose(feedback, is_new, shown), self.only_our_kernels)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..config import LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
 from ..runtime.eager import EagerRunner
+from ..target_heads.base import TargetHead
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,19 @@ def without_alternatives(config: SpecBranchConfig, target: EagerRunner, draft: E
     return config
 
 
-def for_head(config: SpecBranchConfig, captured: bool) -> SpecBranchConfig:
-    """Return the settings of `policy="auto"` for a head of the target: plain speculation, with tree leaves if captured.
+def for_head(config: SpecBranchConfig, head: TargetHead, captured: bool) -> SpecBranchConfig:
+    """Return the settings for a head of the target; with `policy="auto"` plain speculation, with leaves if captured.
 
     A head drafts best right after the target's pass, whose hidden states it reads. What it drafts while the target
-    verifies rests on its own.
+    verifies rests on its own; a block draft cannot do that.
     """
+    if head.block:
+        config = replace(config, max_draft_length=min(config.draft_length, head.block - 1))
+    if not head.drafts_ahead and config.policy != "auto" and POLICIES[config.policy].drafts_ahead:
+        raise ValueError(
+            f"policy={config.policy!r} drafts while the target verifies, and {head.source} needs the target's hidden "
+            f"states first: choose 'vanilla' or 'auto'"
+        )
     if config.policy != "auto":
         return config
     leaves, lookup = config.tree_leaves, config.prompt_lookup_num_tokens

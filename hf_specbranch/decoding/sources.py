@@ -16,6 +16,7 @@ from ..runtime.eager import EagerRunner, leading_padding
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from ..target_heads.base import TargetHead
+from .block_model import BlockDraftOps, BlockModel
 from .call import Call
 from .candidates import CandidateDraft
 from .draft_model import DraftModel
@@ -116,8 +117,10 @@ class Sources:
         ends = frozenset(self.stopper.eos)
         given = buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends
         layers: int = call.model.config.get_text_config(decoder=True).num_hidden_layers
-        is_head = isinstance(runner.model, TargetHead)
-        model = HeadModel(*given, text, gamma, layers) if is_head else DraftModel(*given)
+        head = runner.model if isinstance(runner.model, TargetHead) else None
+        in_blocks = head is not None and head.block > 0
+        kind = BlockModel if in_blocks else HeadModel
+        model = DraftModel(*given) if head is None else kind(*given, text, gamma, layers)
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
@@ -128,8 +131,8 @@ class Sources:
         rejections = LikelyRejections(buffers, pending, gamma, alternatives, max(rejection_branches, leaves))
         limit = self.stopper.max_length
         round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
-        ops: DraftOps = TorchDraftOps(round, model, hooks)
-        if self.in_triton and not is_head and kernels_know(policy, gamma, hooks):
+        ops: DraftOps = (BlockDraftOps if in_blocks else TorchDraftOps)(round, model, hooks)
+        if self.in_triton and head is None and kernels_know(policy, gamma, hooks):
             ops = TritonDraftOps(round, model, hooks, buffers)
         return Drafter(buffers, model, round, ops, hooks, self.stats)
 

@@ -193,7 +193,7 @@ class EagerRunner:
         ):
             output = self.model(
                 input_ids=tokens,
-                attention_mask=self.masks(visible, in_text, self.slot_positions[:, :shown]),
+                attention_mask=self.masks(visible, in_text[:, -tokens.shape[1] :], self.slot_positions[:, :shown]),
                 use_cache=True,
                 **self._placed(positions),
                 **self.quiet,

@@ -29,9 +29,13 @@ class TargetHead(PreTrainedModel):
         state_layers: indices into the target's `hidden_states` that `encode` reads.
         state_size: the numbers in a state (S).
         token_ids: [V'] the target's token for each of the head's own; None if they are the same.
+        block: tokens of a pass that drafts all of them at once, the last of the text included; 0: one after the other.
+        drafts_ahead: it can go on while the target verifies what it drafted.
     """
 
     source = ""
+    block = 0
+    drafts_ahead = True
     state_layers: tuple[int, ...] = ()
     state_size = 0
     token_ids: Tensor | None = None

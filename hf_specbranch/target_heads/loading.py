@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from ..model_state import state_of
 from .base import DraftVocabulary, TargetHead
+from .dflash import DFlashHead, is_block_draft
 from .eagle3 import Eagle3Draft, Eagle3Settings, layer_config
 from .mtp import MTP, mtp_head
 
@@ -36,6 +37,8 @@ def load_head(target: PreTrainedModel, name: str | Path) -> TargetHead | None:
     if name == MTP:
         return mtp_head(target)
     config, _ = PreTrainedConfig.get_config_dict(name)
+    if is_block_draft(config):
+        return block_draft(target, AutoModel.from_pretrained(name, dtype=target.dtype, attn_implementation="sdpa"))
     if KIND not in config:
         return None
     if config[KIND] != "eagle3":
@@ -70,6 +73,20 @@ def eagle3_from(target: PreTrainedModel, config: dict[str, Any], weights: dict[s
     if shares:
         head.embed_tokens.weight = target.get_input_embeddings().weight
     return prepared(head, target)
+
+
+def block_draft(target: PreTrainedModel, draft: Any) -> DFlashHead:
+    """Make a head of a DFlash draft, and check that it fits the target."""
+    ours, theirs = target.config.get_text_config(decoder=True), draft.config
+    if theirs.hidden_size != ours.hidden_size:
+        raise ValueError(
+            f"the draft was made for hidden states of size {theirs.hidden_size}, the target's have {ours.hidden_size}"
+        )
+    if wrong := [layer for layer in theirs.target_layer_ids if not 0 <= layer < ours.num_hidden_layers]:
+        raise ValueError(f"the draft reads layers {wrong}, and the target has {ours.num_hidden_layers}")
+    if not 0 <= theirs.mask_token_id < target.get_input_embeddings().weight.shape[0]:
+        raise ValueError(f"the draft's mask_token_id={theirs.mask_token_id} is none of the target's tokens")
+    return prepared(DFlashHead(target, draft), target)
 
 
 def prepared(head: Head, target: PreTrainedModel) -> Head:
