@@ -59,7 +59,7 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
         rounds: one item per round that may be taken; the items are not used.
     """
     target, drafter, verifier, text = parts.target, parts.drafter, parts.verifier, parts.text
-    in_flight = RoundsInFlight(text, drafter, target.stats)
+    in_flight = RoundsInFlight(text, drafter, target.stats, parts.recorder is not None)
     for _ in rounds:
         while not text.finished and in_flight.must_finish_one():
             feedback = finish_round(parts, *in_flight.pop())
@@ -136,9 +136,10 @@ def read_prompt(parts: Parts) -> Feedback:
 class RoundsInFlight:
     """The rounds that were launched, and whose results the host has not read; the oldest first.
 
-    One round may be in flight while the next one starts, if three conditions hold: the verifier writes the round
-    result on the device itself; there is no stopping criterion that the host must call; and the drafter launches the
-    same work whatever the result was, so that it needs no feedback from the host. A round that was started after the
+    One round may be in flight while the next one starts, if four conditions hold: the verifier writes the round
+    result on the device itself; there is no stopping criterion that the host must call; nobody records the logits,
+    which the next round overwrites; and the drafter launches the same work whatever the result was, so that it needs no
+    feedback from the host. A round that was started after the
     end of the text is discarded. Of a batch, a row that has ended takes part in the round that is in flight, where its
     result is ignored; from then on the host marks finished rows on the device, so each round waits for the host.
 
@@ -146,12 +147,13 @@ class RoundsInFlight:
         text: the committed text.
         drafter: proposes draft tokens.
         stats: counts passes of unfinished rows.
+        records: the logits of each round are read on the host.
     """
 
-    def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats) -> None:
+    def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats, records: bool = False) -> None:
         self.text, self.stats, self.steps = text, stats, deque[tuple[Step, str, int]]()
         self.most_per_round = drafter.max_tokens_per_round
-        can_continue = text.resolved_on_device and not text.stopper.called
+        can_continue = text.resolved_on_device and not text.stopper.called and not records
         self.max_in_flight = int(can_continue and drafter.same_every_round)
 
     def __len__(self) -> int:

@@ -1,10 +1,12 @@
 """The user's logits processors, applied to many positions at once, each with the text that plain `generate()` shows it.
 
-There are three kinds of processor:
+There are four kinds of processor:
 
 - *pointwise*: reads the scores alone (temperature, top-p). It runs once over all positions.
 - *prefix*: also reads one row's text, and keeps no state (repetition penalty). It runs at any position, in any order,
   on the target's scores and on the draft's.
+- *per row*: has settings of its own for each row, and reads the scores and the lengths of the texts alone
+  (`RowProcessor`). It comes after all others.
 - *opaque*: everything else, that is, a user's own class, or one with state. It is called on the target's scores alone,
   in order, for exactly the prefixes that plain `generate()` would show it. If it has `fork()` (an independent copy in
   the same state) and `rollback(n)` (undo the last `n` calls), a fork of it guides the draft as well.
@@ -55,6 +57,25 @@ BY_SCORES = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarpe
 BY_LENGTH = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 BY_TOKENS = (lp.RepetitionPenaltyLogitsProcessor,)
 
+
+class RowProcessor:
+    """A processor with settings of its own for each row of a batch."""
+
+    def settings_in(self, buffers: Buffers, name: str) -> Any:
+        """Return the settings of all rows in memory of these buffers, where captured stages read them."""
+        raise NotImplementedError
+
+    def score(self, scores: Tensor, length: Tensor, settings: Any = None) -> Tensor:
+        """Return the scores [B, n, V] of tokens that follow texts of these lengths [B, n].
+
+        Args:
+            scores: [B, n, V] float32; not changed.
+            length: [B, n] tokens before each position.
+            settings: what `settings_in` returned; None: the stage is not captured.
+        """
+        raise NotImplementedError
+
+
 Processor = Any  # a transformers LogitsProcessor: (input_ids [B, L], scores [B, V]) -> scores [B, V]
 
 
@@ -84,16 +105,21 @@ class ExactScorer:
     """
 
     def __init__(self, processors: Sequence[Processor]) -> None:
-        self.processors = stateless(processors)
+        given = stateless(processors)
+        self.processors = [processor for processor in given if not isinstance(processor, RowProcessor)]
+        self.by_row = [processor for processor in given if isinstance(processor, RowProcessor)]
         self.reads_text = any(type(processor) in PREFIX for processor in self.processors)
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
-        return score_positions(self.processors, prefixes().exact() if self.reads_text else [], logits)
+        scores = score_positions(self.processors, prefixes().exact() if self.reads_text else [], logits)
+        for processor in self.by_row:
+            scores = processor.score(scores, prefixes().length)
+        return scores
 
 
 def is_opaque(processor: Processor) -> bool:
     """Return whether a processor may only be called in order, as plain `generate()` does."""
-    return type(processor) not in POINTWISE and type(processor) not in PREFIX
+    return type(processor) not in (*POINTWISE, *PREFIX) and not isinstance(processor, RowProcessor)
 
 
 def can_guide(processor: Processor) -> bool:
@@ -134,11 +160,13 @@ def has_static_form(processor: Processor) -> bool:
     """Return whether `StaticScorer` can apply this processor."""
     if type(processor) in BY_TOKENS:
         return not processor.prompt_ignore_length
-    return type(processor) in (*BY_SCORES, *BY_LENGTH)
+    return type(processor) in (*BY_SCORES, *BY_LENGTH) or isinstance(processor, RowProcessor)
 
 
 def signature(processor: Processor) -> Hashable:
     """Return the settings of a processor that a captured stage depends on."""
+    if isinstance(processor, RowProcessor):  # its settings are in static buffers
+        return type(processor).__name__
     settings = dict(vars(processor))
     if type(processor) in BY_LENGTH:  # the length itself is in a static buffer
         settings = {"eos_token_id": tuple(processor.eos_token_id.tolist())}
@@ -165,6 +193,11 @@ class StaticScorer:
                 self.shortest[index] = memory.fill_(_shortest(processor))
                 self.ends[index] = buffers.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
                 self.ends[index][processor.eos_token_id.to(buffers.device)] = True
+        self.by_row = {
+            index: processor.settings_in(buffers, f"{name}.rows{index}")
+            for index, processor in enumerate(processors)
+            if isinstance(processor, RowProcessor)
+        }
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Prefixes]) -> Tensor:
         scores = logits
@@ -172,6 +205,8 @@ class StaticScorer:
             if type(processor) in BY_LENGTH:
                 too_short = (prefixes().length < self.shortest[index])[:, :, None]
                 scores = scores.masked_fill(too_short & self.ends[index], float("-inf"))
+            elif index in self.by_row:
+                scores = processor.score(scores, prefixes().length, self.by_row[index])
             else:
                 flat = scores.reshape(-1, scores.shape[-1])
                 text = _repeated(prefixes()) if type(processor) in BY_TOKENS else flat.new_empty((0, 0))

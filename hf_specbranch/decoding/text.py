@@ -221,7 +221,7 @@ class Text:
                 self.new[b].append(token)
                 gained[b] += 1
                 shown = None if scores is None else scores(gained[b])
-                if self.stopper.row_ends(row, self.lengths[b], token, shown):
+                if self.stopper.row_ends(row, self.lengths[b], token, shown, b):
                     self.done[b] = True
                     break
         return gained
@@ -315,7 +315,7 @@ class Stopper:
         """Return whether some criterion may depend on the whole batch, so that rows must grow together."""
         return any(type(criterion) not in ROWWISE for criterion in self.called) or bool(self.called and not self.pads)
 
-    def row_ends(self, ids: Tensor, length: int, token: int, scores: Any) -> bool:
+    def row_ends(self, ids: Tensor, length: int, token: int, scores: Any, row: int = 0) -> bool:
         """Return whether a row that just gained `token` is complete; its text is the first `length` of ids [1, C]."""
         ends = [fired(criterion, ids[:, :length], scores)[0] for criterion in self.called]
         return any(ends) or token in self.eos or length >= self.max_length

@@ -124,7 +124,7 @@ class Planner:
         return typical_agreement(1 + self.branches)
 
     def _by_measured_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
-        choice, rounds = self._first_choice(), PLANNED_ROUNDS
+        choice, rounds = self.first_choice(), PLANNED_ROUNDS
         if self.key not in self.known.choices:
             rounds = FIRST_ROUNDS[self.captured]
             if choice.plan.policy == "autoregressive" and not self.factors.draft:
@@ -137,7 +137,7 @@ class Planner:
             timing = yield segment
             due = self._learn(segment, timing)
             if self._threads_changed():
-                choice, rounds = self._first_choice(), PLANNED_ROUNDS
+                choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
             if self.speed is not None and self._check_is_due(plan):
                 plain = yield from self._check(plan)
@@ -146,7 +146,7 @@ class Planner:
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
-    def _first_choice(self) -> Choice:
+    def first_choice(self) -> Choice:
         """Return the choice of the last generation at present costs, or the best one by what is known."""
         last, texts, costs = self.known.choices.get(self.key), self._texts() or [self._typical], self.costs()
         if last is None or (not self.is_captured(last.plan) and any(map(self.is_captured, self.plans))):

@@ -1,0 +1,1 @@
+"""Serving: a running batch that requests join and leave, and the servers around it."""

@@ -1,0 +1,184 @@
+"""Makes the call that a running batch is: the settings of `generate()`, and rows that each request takes for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from ..config import SpecBranchConfig
+from ..decoding.call import Call
+from ..decoding.hooks import SpeculationHook
+from ..decoding.model_inputs import reread_of
+from ..decoding.policies import POLICIES
+from ..decoding.text import Stopper
+from ..heads.model import resolve_head
+from ..mixin import SpecBranchMixin
+from ..model_state import transformers_model
+from ..request import DEFAULTS, MergedSettings, Request, call_config, check_request, lookup_on, why_plain, without_model
+from ..runtime.eager import layer_kinds
+from ..runtime.positions import LengthDependentRotary
+from ..runtime.recurrent_cache import is_recurrent
+from .completion import Completion
+from .row_sampling import RowSampling
+
+# Settings in a model's generation config that change scores, and that a running batch has no per-row form of.
+UNSUPPORTED = (
+    "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "min_length", "min_new_tokens", "guidance_scale", "watermarking_config",
+)  # fmt: skip
+
+
+class RowStopper(Stopper):
+    """Lets the answer in each row decide where it ends.
+
+    Args:
+        rows: rows of the batch.
+        max_length: the longest text, prompt included.
+    """
+
+    def __init__(self, rows: int, max_length: int) -> None:
+        super().__init__((), max_length)
+        self.completions: list[Completion | None] = [None] * rows
+
+    def row_ends(self, ids: Tensor, length: int, token: int, scores: Any, row: int = 0) -> bool:
+        completion = self.completions[row]
+        return completion is None or completion.add(token, is_last=length >= self.max_length)
+
+
+@dataclass
+class BatchCall(Call):
+    """A call without a prompt: its rows take one text after another."""
+
+    row_stopper: RowStopper | None = None
+
+    @property
+    def stopper(self) -> Stopper:
+        assert self.row_stopper is not None
+        return self.row_stopper
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """What all batches of an engine share.
+
+    Args:
+        model: the target, with SpecBranch attached.
+        draft: what drafts for it, if anything does.
+        config: settings of SpecBranch.
+        hooks: the length head as a hook, if it is one.
+        max_length: the longest text, prompt included.
+        ends: end-of-sequence tokens of the target.
+        repetition_penalty: of the target's generation config.
+    """
+
+    model: PreTrainedModel
+    draft: PreTrainedModel | None
+    config: SpecBranchConfig
+    hooks: tuple[SpeculationHook, ...]
+    max_length: int
+    ends: frozenset[int]
+    repetition_penalty: float
+
+    def call(self, rows: int, sampling: RowSampling) -> BatchCall:
+        """Return the call of a batch with so many rows, all of them free."""
+        model, ids = self.model, torch.zeros((rows, 1), dtype=torch.long, device=self.model.device)
+        processors: list[Any] = [sampling]
+        if self.repetition_penalty != 1.0:
+            processors.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        return BatchCall(
+            model=model,
+            draft=self.draft,
+            config=self.config,
+            hooks=self.hooks,
+            generator=None,
+            input_ids=ids,
+            processors=processors,
+            criteria=(),
+            generation_config=GenerationConfig(max_length=self.max_length, do_sample=False),
+            streamer=None,
+            model_kwargs={"attention_mask": torch.ones_like(ids), "use_cache": True},
+            fills_cache=False,
+            corpus=cast(SpecBranchMixin, model)._specbranch_memory.corpus,
+            ended=(True,) * rows,
+            row_stopper=RowStopper(rows, self.max_length),
+        )
+
+
+def batch_settings(
+    model: Any, tokenizer: Any = None, max_length: int | None = None, settings: Any = None
+) -> BatchSettings:
+    """Check a model and its settings as `generate()` does, and return what running batches need.
+
+    Args:
+        model: the target, as `specbranch(model, draft=...)` returned it.
+        tokenizer: of the target; a length head is checked against it.
+        max_length: the longest text, prompt included; by default the target's context.
+        settings: of SpecBranch, as `generate(specbranch=...)` takes them.
+
+    Raises:
+        ValueError: a running batch cannot serve this model, or the settings are wrong.
+    """
+    target = transformers_model(model)
+    if not isinstance(target, SpecBranchMixin):
+        raise ValueError(f"{type(target).__name__} has no SpecBranch: attach it with specbranch(model, draft=...)")
+    attachment, own = target._specbranch_memory, MergedSettings({"do_sample": False}, target.generation_config)
+    draft = attachment.draft
+    config = lookup_on(target.device, call_config(settings, own, draft, attachment), attachment)
+    if draft is None and config.policy == "auto":
+        config = without_model(config)
+    check_request(cast(PreTrainedModel, target), draft, config, tokenizer, None)
+    if reason := why_plain(cast(PreTrainedModel, target), draft, own) or _why_not(cast(PreTrainedModel, target), own):
+        raise ValueError(f"{type(target).__name__} cannot run in a running batch: {reason}")
+    for each in (target, draft):
+        if each is not None and (reason := _why_not_in_rows(cast(PreTrainedModel, each))):
+            raise ValueError(f"{type(each).__name__} cannot run in a running batch: {reason}")
+    head, hooks = config.length_head or attachment.head, tuple[SpeculationHook, ...]()
+    if head is not None and draft is not None and POLICIES[config.policy].forks:
+        head = resolve_head(head, cast(PreTrainedModel, target), draft, tokenizer)
+        if isinstance(head, SpeculationHook):
+            hooks, head = (head,), None
+    # Tree leaves save few passes in a batch, and log-probabilities need rounds that end at the target's own token.
+    config = replace(config, length_head=head, tree_leaves=0)
+    request = Request(config, draft, hooks, None, False, attachment.corpus, None)
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max_length or context or DEFAULT_LENGTH
+    if context is not None and longest > context:
+        raise ValueError(f"max_length={longest}: the context of {type(target).__name__} has {context} tokens")
+    return BatchSettings(
+        model=cast(PreTrainedModel, target),
+        draft=request.draft_of_call(cast(PreTrainedModel, target), samples=False),
+        config=config,
+        hooks=hooks,
+        max_length=longest,
+        ends=end_tokens(target.generation_config, tokenizer),
+        repetition_penalty=float(own.repetition_penalty or 1.0),
+    )
+
+
+DEFAULT_LENGTH = 4096  # of a model that does not say how long its context is
+
+
+def end_tokens(config: GenerationConfig, tokenizer: Any) -> frozenset[int]:
+    """Return the end-of-sequence tokens of a model."""
+    given = config.eos_token_id if config.eos_token_id is not None else getattr(tokenizer, "eos_token_id", None)
+    return frozenset([] if given is None else [given] if isinstance(given, int) else map(int, given))
+
+
+def _why_not(model: PreTrainedModel, settings: MergedSettings) -> str:
+    changed = [name for name in UNSUPPORTED if getattr(settings, name, None) not in (None, DEFAULTS.get(name), 0)]
+    if changed:
+        return f"its generation config sets {', '.join(changed)}"
+    return "" if reread_of(model) is None else "it reads its whole text again at some length"
+
+
+def _why_not_in_rows(model: PreTrainedModel) -> str:
+    """Return why rows of this model cannot take other texts; empty if they can."""
+    if any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True)))):
+        return "it has recurrent layers"
+    return "its rotary embedding depends on the length of the text" if LengthDependentRotary(model) else ""

@@ -1,0 +1,180 @@
+"""The scheduler: which answers have a row of the running batch, and how many rows it has.
+
+Prompts that wait are read into free rows between rounds. The batch has one of few sizes. It grows as soon as somebody
+waits for a row, and shrinks when a smaller one has sufficed for a while; answers move with their keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
+
+from transformers import PreTrainedModel
+
+from ..runtime.eager import EagerRunner
+from ..stats import SpecBranchStats
+from .batch_call import BatchSettings
+from .completion import Completion
+from .prompt_reader import PromptReader, reader_runner
+from .running_batch import RunningBatch
+
+PATIENCE = 64  # rounds in a row that a smaller batch must suffice for, before the answers move to one
+GROWTH = {True: 4, False: 2}  # each size over the next smaller one, by whether stages are captured for each
+
+
+class Queue(Protocol):
+    """Where answers wait."""
+
+    def __len__(self) -> int: ...
+
+    def pop(self) -> Completion | None:
+        """Return the next answer that somebody still waits for, if there is one."""
+        ...
+
+
+class Readers(NamedTuple):
+    """Read the prompt of one answer after another."""
+
+    target: PromptReader
+    draft: PromptReader | None  # None: no model drafts
+
+    def begin(self, tokens: list[int]) -> None:
+        for reader in filter(None, self):
+            reader.begin(tokens)
+
+    def read(self) -> bool:
+        """Read in one pass; return whether all is read."""
+        reader = next((each for each in filter(None, self) if not each.is_done), None)
+        if reader is not None:
+            reader.read()
+        return all(each.is_done for each in filter(None, self))
+
+
+class Scheduler:
+    """Runs the batch. A context: it holds runners of both models while it is open.
+
+    Args:
+        settings: of the engine.
+        queue: where answers wait.
+        sizes: the sizes of the batch, in order.
+        stats: where to count, over all answers.
+    """
+
+    def __init__(self, settings: BatchSettings, queue: Queue, sizes: list[int], stats: SpecBranchStats) -> None:
+        self.settings, self.queue, self.sizes, self.stats = settings, queue, sizes, stats
+        self.reading: Completion | None = None  # the answer whose prompt is being read
+        self.batch: RunningBatch | None = None
+        self.moving: list[Completion] = []  # the answers of the batch that was closed last
+        self.calm = 0  # rounds in a row that a smaller batch would have sufficed for
+
+    def __enter__(self) -> Scheduler:
+        settings = self.settings
+        with ExitStack() as stack:
+
+            def reader(model: PreTrainedModel, role: str) -> PromptReader:
+                runner = reader_runner(model, role, settings.max_length, settings.config)
+                return PromptReader(stack.enter_context(runner))
+
+            draft = None if settings.draft is None else reader(settings.draft, "draft")
+            self.readers = Readers(reader(settings.model, "target"), draft)
+            self.exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close_batch()
+        self.exit.close()
+
+    @property
+    def running(self) -> list[Completion]:
+        """The answers that have a row, or are about to get one."""
+        active = self.moving if self.batch is None else self.batch.active
+        return [*active, *([] if self.reading is None else [self.reading])]
+
+    def step(self, must_stop: Callable[[], bool]) -> None:
+        """Give free rows to prompts that wait, and run a round, or several while nothing changes.
+
+        Args:
+            must_stop: whether to return after the round that runs.
+        """
+        self._resize()
+        self._fill_rows()
+        if self.batch is not None and self.batch.active:
+            self.batch.run(lambda: not (must_stop() or self.reading is not None or len(self.queue)))
+
+    # ---- new answers
+
+    def _fill_rows(self) -> None:
+        """Read prompts into free rows: all of them while no answer is running, else one pass."""
+        batch = self.batch
+        while batch is not None and (row := batch.free_row()) is not None:
+            if self.reading is None:
+                self.reading = self.queue.pop()
+                if self.reading is None:
+                    return
+                self.readers.begin(self.reading.prompt)
+            if self.readers.read():
+                draft = None if self.readers.draft is None else (self.readers.draft.runner, 0)
+                batch.place(row, self.reading, (self.readers.target.runner, 0), draft)
+                self.reading = None
+            elif batch.active:
+                return
+
+    # ---- the size of the batch
+
+    def _resize(self) -> None:
+        needed, current = len(self.queue) + len(self.running), self.batch
+        fitting = next((size for size in self.sizes if size >= needed), self.sizes[-1])
+        if current is not None:
+            self.calm = self.calm + 1 if fitting < current.rows else 0
+            stays = fitting < current.rows and self.calm < PATIENCE and bool(self.running)
+            if stays or fitting == current.rows:
+                return
+        if needed:
+            self._move_to(fitting)
+
+    def _move_to(self, rows: int) -> None:
+        """Go on with a batch of so many rows."""
+        with ExitStack() as stack:
+            new, old = stack.enter_context(RunningBatch(self.settings, rows, self.stats)), self.batch
+            for row, completion in enumerate([] if old is None else old.completions):
+                if completion is not None and old is not None:
+                    free = new.free_row()
+                    assert free is not None
+                    new.place(free, completion, (old.runner, row), self._read_by_draft(completion))
+            if self.reading is not None and self.readers.draft is not None:
+                self.readers.draft.begin(self.reading.prompt)
+            self._close_batch()
+            self.batch, self.batch_exit, self.calm = new, stack.pop_all(), 0
+
+    def _close_batch(self) -> None:
+        if self.batch is not None:
+            self.moving, self.batch = self.batch.active, None
+            self.batch_exit.close()
+
+    def _read_by_draft(self, completion: Completion) -> tuple[EagerRunner, int] | None:
+        """Let the draft read all of an answer so far; return where its keys and values are."""
+        reader = self.readers.draft
+        if reader is None:
+            return None
+        reader.begin([*completion.prompt, *completion.tokens])
+        while not reader.is_done:
+            reader.read()
+        return reader.runner, 0
+
+
+def sizes_up_to(rows: int, captured: bool) -> list[int]:
+    """Return the sizes of a batch, `rows` the largest.
+
+    Args:
+        rows: the most rows.
+        captured: stages are captured for each size, which takes time.
+
+    Example:
+        >>> sizes_up_to(16, captured=True), sizes_up_to(6, captured=False), sizes_up_to(1, captured=True)
+        ([1, 4, 16], [1, 2, 4, 6], [1])
+    """
+    sizes = [1]
+    while sizes[-1] * GROWTH[captured] < rows:
+        sizes.append(sizes[-1] * GROWTH[captured])
+    return sizes if rows == 1 else [*sizes, rows]
