@@ -141,7 +141,8 @@ def test_distribution_is_the_targets(policy, temperature, top_p):
     assert model.specbranch_stats.draft_acceptance_rate > 0.3
     warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
     assert p_value(counts, exact_distribution(model, warpers)) > SMALLEST_P
-    assert p_value(counts, exact_distribution(model, [TemperatureLogitsWarper(1.3 * temperature), warpers[1]])) < SMALLEST_P
+    warpers[0] = TemperatureLogitsWarper(1.3 * temperature)
+    assert p_value(counts, exact_distribution(model, warpers)) < SMALLEST_P
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])

@@ -16,6 +16,7 @@ from .doctor import doctor
 from .families import families
 from .generate import generate
 from .head import app as head_app
+from .serve import serve
 from .shortlist import shortlist
 from .trace import trace
 from .tune import tune
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, doctor, tune, warmup, trace, families, shortlist):
+for command in (generate, chat, doctor, tune, warmup, trace, families, shortlist, serve):
     app.command(cls=Command)(command)
 app.add_typer(head_app, name="head")
 app.command(cls=Command, epilog=BENCH_EPILOG)(bench)

@@ -14,11 +14,10 @@ from ..runtime.overlap import cpu_threads
 from ..stats import SpecBranchStats
 from .batch_call import BatchSettings, batch_settings
 from .completion import Completion, CompletionSettings
+from .row_count import most_rows
 from .scheduler import Scheduler, sizes_up_to
 
 logger = logging.getLogger(__name__)
-
-ROWS = 16  # answers at a time, unless the user says otherwise
 
 
 class Engine:
@@ -30,7 +29,7 @@ class Engine:
     Args:
         model: the target, as `specbranch(model, draft=...)` returned it. Its weights must not change while it runs.
         tokenizer: of the target.
-        rows: the most answers at a time.
+        rows: the most answers at a time; by default as many as pay, by the sizes of the models.
         max_length: the longest text, prompt included; by default the target's context.
         settings: of SpecBranch, as `generate(specbranch=...)` takes them.
 
@@ -44,11 +43,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, rows: int = ROWS, max_length: int | None = None, settings: Any = None
+        self, model: Any, tokenizer: Any, rows: int | None = None, max_length: int | None = None, settings: Any = None
     ) -> None:
-        if rows < 1:
+        if rows is not None and rows < 1:
             raise ValueError(f"rows={rows}: expected at least 1")
         self.settings: BatchSettings = batch_settings(model, tokenizer, max_length, settings)
+        rows = rows or most_rows(self.settings.model, self.settings.draft, self.settings.max_length)
         captured = self.settings.model.device.type == "cuda" and self.settings.config.runtime != "eager"
         self.tokenizer, self.sizes = tokenizer, sizes_up_to(rows, captured)
         self.stats = SpecBranchStats(policy=self.settings.config.policy)  # over all answers
@@ -73,6 +73,11 @@ class Engine:
     def ends(self) -> frozenset[int]:
         """The end-of-sequence tokens of the target."""
         return self.settings.ends
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the target knows."""
+        return int(self.settings.model.get_input_embeddings().weight.shape[0])
 
     def submit(self, completion: Completion) -> Completion:
         """Queue an answer; `completion.on_update` is called as it grows, in the engine's thread."""
