@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of Ray's own
 ]
-for package in ("ray", "starlette", "uvicorn", "openai"):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'hf_specbranch[ray,test]'")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray uses what others call deprecated
+    for package in ("ray", "starlette", "uvicorn", "openai"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'hf_specbranch[ray,test]'")
+    import openai
+    import ray
+    from ray import serve
 
-import openai  # noqa: E402
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
-
-from hf_specbranch.serving.ray_serve import APP, application  # noqa: E402
-from hf_specbranch.serving.service import Limits  # noqa: E402
+    from hf_specbranch.serving.ray_serve import APP, application
+    from hf_specbranch.serving.service import Limits
 
 PROMPTS = ["abcdefghijklmnopqrstuvwxyz"[at % 16 : at % 16 + 1 + at % 4] for at in range(64)]
 

@@ -208,7 +208,7 @@ def application(
 def serve_on_ray(
     app: Any, name: str, host: str, port: int, replicas: int, announce: Callable[[str], None] = print
 ) -> None:
-    """Run an application until SIGTERM or Ctrl-C, then drain it. RAY_ADDRESS names a cluster; by default one is started.
+    """Run an application until SIGTERM or Ctrl-C, then drain it. RAY_ADDRESS names a cluster; else one is started.
 
     Args:
         app: what `application` returned.
