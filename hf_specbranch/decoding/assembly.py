@@ -315,9 +315,10 @@ class Assembly(Sources):
         alone = self.static_shapes and call.ranks is None
         tokens_alone = alone and call.is_tokens_alone(self.attention, runner.takes_spans)
         fresh = not cached and call.ranks is None and self.head is None  # a head needs the states of the prompt
+        reuses = call.config.prefix_reuse and fresh
         target = Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
-            self.stats, tokens_alone, self.further, axes, self.in_triton, call.config.prefix_reuse and fresh, call.ranks,
+            self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks,
         )  # fmt: skip
         return target
 

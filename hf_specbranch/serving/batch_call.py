@@ -145,7 +145,7 @@ def batch_settings(
             hooks, head = (head,), None
     # Tree leaves save few passes in a batch, and log-probabilities need rounds that end at the target's own token.
     config = replace(config, length_head=head, tree_leaves=0)
-    request = Request(config, draft, hooks, None, False, attachment.corpus, None)
+    request = Request(config, draft, hooks, None, False, attachment.corpus, candidates=None, observer=None)
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = max_length or context or DEFAULT_LENGTH
     if context is not None and longest > context:
