@@ -12,13 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from .attachment import Attachment, own_attachment
 from .config import SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.candidates import check_generator
 from .kernels import warm_up_in_background
 from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
-from .request import Attachment, check_model, check_pair
+from .request import check_model, check_pair
 from .runtime.ranks import follows
 from .target_heads.loading import load_head
 
@@ -63,7 +64,7 @@ def specbranch(
     candidates = _candidates(draft)
     own_draft, looks_up = _sources(target, None if candidates is not None else draft)
     warm_up_in_background(target.device)
-    before = (attached := attach(target))._specbranch_memory
+    before = own_attachment(attached := attach(target))
     attached._specbranch_memory = Attachment(
         draft=before.draft if draft is None else before.heads.draft(target, own_draft),
         heads=before.heads,

@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from .attachment import Attachment, own_attachment
 from .config import SpecBranchConfig
 from .decoding.call import Call
 from .decoding.candidates import check_generator, settings_for_candidates
@@ -35,7 +36,6 @@ from .padding_check import check_padded_batches
 from .plain_calls import leave_refused_inputs, seeded_from, why_left_alone, why_refused
 from .planning.knowledge import forget
 from .request import (
-    Attachment,
     FallBack,
     MergedSettings,
     Request,
@@ -127,15 +127,18 @@ class SpecBranchMixin(GenerationMixin):
         plain = partial(self._plain_generate, arguments, generator)
         if specbranch is False or settings.is_assistant:
             return plain(assistant)
-        if theirs := drafted_by_transformers(source := settings.candidate_source, assistant):
+        source = settings.candidate_source
+        names_source = bool(source) or assistant is not None
+        if names_source and (theirs := drafted_by_transformers(source, assistant)):
             if specbranch is not None:
                 self._warn_once(f"{theirs} names another source of candidates")
             return plain(assistant)
-        attachment = self._specbranch_memory
+        attachment = own_attachment(self)
         given = assistant if assistant is not None else attachment.candidates
         candidates = given if isinstance(given, CandidateGenerator) else None
         draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
-        draft = attachment.heads.draft(cast(PreTrainedModel, self), draft, source)
+        if names_source:
+            draft = attachment.heads.draft(cast(PreTrainedModel, self), draft, source)
         config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
         if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
             draft = candidates = None  # as in transformers, lookup takes the place of a draft model
@@ -197,9 +200,8 @@ class SpecBranchMixin(GenerationMixin):
         return output
 
     def _warn_once(self, reason: str) -> None:
-        memory = self.__dict__.setdefault("_specbranch_memory", Attachment())
-        if reason not in memory.warned:
-            memory.warned.add(reason)
+        if reason not in (warned := own_attachment(self).warned):
+            warned.add(reason)
             logger.warning("%s falls back to transformers' own decoding: %s", type(self).__name__, reason)
 
     def _validate_generation_mode(

@@ -13,6 +13,7 @@ import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import CandidateGenerator, GenerationMode
 
+from .attachment import Attachment
 from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.hooks import SpeculationHook
@@ -24,7 +25,6 @@ from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
 from .runtime.recurrent_cache import is_recurrent
 from .target_heads.base import TargetHead
-from .target_heads.calls import OwnHeads
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -37,27 +37,6 @@ CANDIDATE_SOURCES = (
 
 
 POSITIONAL = [name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")]
-
-
-@dataclass
-class Attachment:
-    """What was given to `specbranch(model, ...)`. A plain object, so that the draft is no submodule of the target."""
-
-    draft: PreTrainedModel | None = None
-    candidates: CandidateGenerator | None = None  # drafts in place of a model
-    head: Any = None
-    looks_up: bool = False  # lookup was named as a source of drafts
-    corpus: LookupCorpus | None = None
-    config: SpecBranchConfig | None = None
-    heads: OwnHeads = field(default_factory=OwnHeads)
-    warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
-    temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
-
-    @property
-    def asks(self) -> bool:
-        """Whether a source of drafts or settings were given."""
-        given = self.draft, self.candidates, self.corpus, self.config
-        return self.looks_up or any(each is not None for each in given)
 
 
 class FallBack(Exception):

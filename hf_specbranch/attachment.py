@@ -1,0 +1,42 @@
+"""What a model remembers of `specbranch(model, ...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .config import SpecBranchConfig
+from .corpus import LookupCorpus
+from .target_heads.calls import OwnHeads
+
+
+@dataclass
+class Attachment:
+    """What was given to `specbranch(model, ...)`. A plain object, so that the draft is no submodule of the target."""
+
+    draft: PreTrainedModel | None = None
+    candidates: CandidateGenerator | None = None  # drafts in place of a model
+    head: Any = None
+    looks_up: bool = False  # lookup was named as a source of drafts
+    corpus: LookupCorpus | None = None
+    config: SpecBranchConfig | None = None
+    heads: OwnHeads = field(default_factory=OwnHeads)
+    warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
+    temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
+
+    @property
+    def asks(self) -> bool:
+        """Whether a source of drafts or settings were given."""
+        given = self.draft, self.candidates, self.corpus, self.config
+        return self.looks_up or any(each is not None for each in given)
+
+
+def own_attachment(model: Any) -> Attachment:
+    """Return the attachment of this model; the one of the class is shared by all models that have none."""
+    if "_specbranch_memory" not in model.__dict__:
+        model._specbranch_memory = Attachment()
+    attachment: Attachment = model._specbranch_memory
+    return attachment
