@@ -26,12 +26,11 @@ class Attachment:
     heads: OwnHeads = field(default_factory=OwnHeads)
     warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
     temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
+    asks: bool = field(init=False)  # a source of drafts or settings were given
 
-    @property
-    def asks(self) -> bool:
-        """Whether a source of drafts or settings were given."""
+    def __post_init__(self) -> None:
         given = self.draft, self.candidates, self.corpus, self.config
-        return self.looks_up or any(each is not None for each in given)
+        self.asks = self.looks_up or any(each is not None for each in given)
 
 
 def own_attachment(model: Any) -> Attachment:

@@ -133,7 +133,7 @@ class SpecBranchMixin(GenerationMixin):
             if specbranch is not None:
                 self._warn_once(f"{theirs} names another source of candidates")
             return plain(assistant)
-        attachment = own_attachment(self)
+        attachment = own_attachment(self) if names_source else self._specbranch_memory
         given = assistant if assistant is not None else attachment.candidates
         candidates = given if isinstance(given, CandidateGenerator) else None
         draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
