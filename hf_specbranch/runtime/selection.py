@@ -112,6 +112,8 @@ def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[
 def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
     if getattr(model, "_tp_size", None) is not None:  # its layers communicate, so they run as transformers wrote them
         return False
+    if getattr(model, "own_layers_only", False):  # they are given more than those that our kernels replace
+        return False
     return model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
 
 

@@ -31,11 +31,13 @@ class TargetHead(PreTrainedModel):
         token_ids: [V'] the target's token for each of the head's own; None if they are the same.
         block: tokens of a pass that drafts all of them at once, the last of the text included; 0: one after the other.
         drafts_ahead: it can go on while the target verifies what it drafted.
+        own_layers_only: none of its layers may be replaced by our kernels.
     """
 
     source = ""
     block = 0
     drafts_ahead = True
+    own_layers_only = False
     state_layers: tuple[int, ...] = ()
     state_size = 0
     token_ids: Tensor | None = None

@@ -31,6 +31,7 @@ class DFlashHead(TargetHead):
 
     source = "DFlash"
     drafts_ahead = False
+    own_layers_only = True  # attention also reads the context, which a self-check does not give it
     _supports_flash_attn = _supports_flex_attn = True
 
     def __init__(self, target: PreTrainedModel, draft: Any) -> None:
