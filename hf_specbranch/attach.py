@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .attachment import Attachment, own_attachment
+from .attachment import Attachment
 from .config import SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.candidates import check_generator
@@ -21,6 +21,7 @@ from .mixin import SpecBranchMixin, attach, restore_class
 from .model_state import draft_model, transformers_model
 from .request import check_model, check_pair
 from .runtime.ranks import follows
+from .target_heads.calls import what_drafts
 from .target_heads.loading import load_head
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -64,10 +65,9 @@ def specbranch(
     candidates = _candidates(draft)
     own_draft, looks_up = _sources(target, None if candidates is not None else draft)
     warm_up_in_background(target.device)
-    before = own_attachment(attached := attach(target))
+    before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
-        draft=before.draft if draft is None else before.heads.draft(target, own_draft),
-        heads=before.heads,
+        draft=before.draft if draft is None else what_drafts(target, own_draft),
         candidates=before.candidates if draft is None else candidates,
         looks_up=before.looks_up if draft is None else looks_up,
         head=before.head if head is None else head,

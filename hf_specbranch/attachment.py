@@ -10,7 +10,6 @@ from transformers.generation import CandidateGenerator
 
 from .config import SpecBranchConfig
 from .corpus import LookupCorpus
-from .target_heads.calls import OwnHeads
 
 
 @dataclass
@@ -23,7 +22,6 @@ class Attachment:
     looks_up: bool = False  # lookup was named as a source of drafts
     corpus: LookupCorpus | None = None
     config: SpecBranchConfig | None = None
-    heads: OwnHeads = field(default_factory=OwnHeads)
     warned: set[str] = field(default_factory=set)  # the reasons for falling back that were logged
     temporary_calls: int = 0  # running calls of `attached_for_call`, where the user has not attached the model
     asks: bool = field(init=False)  # a source of drafts or settings were given
@@ -31,11 +29,3 @@ class Attachment:
     def __post_init__(self) -> None:
         given = self.draft, self.candidates, self.corpus, self.config
         self.asks = self.looks_up or any(each is not None for each in given)
-
-
-def own_attachment(model: Any) -> Attachment:
-    """Return the attachment of this model; the one of the class is shared by all models that have none."""
-    if "_specbranch_memory" not in model.__dict__:
-        model._specbranch_memory = Attachment()
-    attachment: Attachment = model._specbranch_memory
-    return attachment

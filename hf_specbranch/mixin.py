@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .attachment import Attachment, own_attachment
+from .attachment import Attachment
 from .config import SpecBranchConfig
 from .decoding.call import Call
 from .decoding.candidates import check_generator, settings_for_candidates
@@ -50,7 +50,7 @@ from .request import (
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
-from .target_heads.calls import drafted_by_transformers
+from .target_heads.calls import drafted_by_transformers, what_drafts
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -133,12 +133,12 @@ class SpecBranchMixin(GenerationMixin):
             if specbranch is not None:
                 self._warn_once(f"{theirs} names another source of candidates")
             return plain(assistant)
-        attachment = own_attachment(self) if names_source else self._specbranch_memory
+        attachment = self._specbranch_memory
         given = assistant if assistant is not None else attachment.candidates
         candidates = given if isinstance(given, CandidateGenerator) else None
         draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
         if names_source:
-            draft = attachment.heads.draft(cast(PreTrainedModel, self), draft, source)
+            draft = what_drafts(cast(PreTrainedModel, self), draft, source)
         config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
         if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
             draft = candidates = None  # as in transformers, lookup takes the place of a draft model
@@ -200,8 +200,9 @@ class SpecBranchMixin(GenerationMixin):
         return output
 
     def _warn_once(self, reason: str) -> None:
-        if reason not in (warned := own_attachment(self).warned):
-            warned.add(reason)
+        memory = self.__dict__.setdefault("_specbranch_memory", Attachment())
+        if reason not in memory.warned:
+            memory.warned.add(reason)
             logger.warning("%s falls back to transformers' own decoding: %s", type(self).__name__, reason)
 
     def _validate_generation_mode(

@@ -41,6 +41,7 @@ class ModelState:
         shortlist: the tokens that such a copy scores, if not all (`layers.shortlist.Shortlist`).
         original: weakly refers to the model that it is a copy of.
         user: weakly refers to the call that runs such a copy.
+        made_heads: drafts that read the hidden states of this target, as far as calls made them (`target_heads.calls`).
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
         ranks: the processes of a tensor parallel model (`runtime.ranks.Ranks`).
     """
@@ -62,6 +63,7 @@ class ModelState:
     shortlist: Any = None
     original: Any = None
     user: Any = None
+    made_heads: Any = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
     ranks: Any = None
 

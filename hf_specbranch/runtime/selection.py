@@ -170,6 +170,7 @@ def _is_harmless(hook: Any) -> bool:
 def release(model: PreTrainedModel) -> None:
     """Free the KV caches and the graphs that are kept for a model's next generation, and those of its copies."""
     idle_runners.drop(model)
+    state_of(model).made_heads = None
     for _, copies in state_of(model).copies.values():
         for copy in copies:
             idle_runners.drop(copy)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model_state import state_of
 from .base import TargetHead
 from .dflash import is_block_draft
 from .loading import block_draft
@@ -29,23 +31,28 @@ def drafted_by_transformers(source: str, assistant: Any) -> str:
     return "" if ours else source
 
 
-class OwnHeads:
-    """The heads that calls of one target have asked for; each is made once."""
+@dataclass
+class MadeHeads:
+    """The heads that calls of one target have asked for."""
 
-    def __init__(self) -> None:
-        self.mtp: TargetHead | None = None
-        self.made: tuple[Any, TargetHead] | None = None  # a DFlash draft of transformers, and the head made of it
+    mtp: TargetHead | None = None
+    of_draft: tuple[Any, TargetHead] | None = None  # a DFlash draft of transformers, and the head made of it
 
-    def draft(self, target: PreTrainedModel, draft: Any, source: str = "") -> Any:
-        """Return what drafts for a call: a head, if the setting `source` or the draft itself asks for one."""
-        if source == "use_mtp":
-            self.mtp = self.mtp or mtp_head(target)
-            return self.mtp
-        if not _is_block_draft(draft):
-            return draft
-        if self.made is None or self.made[0] is not draft:
-            self.made = draft, block_draft(target, draft)
-        return self.made[1]
+
+def what_drafts(target: PreTrainedModel, draft: Any, source: str = "") -> Any:
+    """Return a head, made once, if the setting `source` or the draft itself asks for one; otherwise the draft."""
+    if source != "use_mtp" and not _is_block_draft(draft):
+        return draft
+    state = state_of(target)
+    if state.made_heads is None:
+        state.made_heads = MadeHeads()
+    made: MadeHeads = state.made_heads
+    if source == "use_mtp":
+        made.mtp = made.mtp or mtp_head(target)
+        return made.mtp
+    if made.of_draft is None or made.of_draft[0] is not draft:
+        made.of_draft = draft, block_draft(target, draft)
+    return made.of_draft[1]
 
 
 def _is_block_draft(draft: Any) -> bool:
