@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .batch import batch
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, doctor, tune, warmup, trace, families, shortlist, serve):
+for command in (generate, chat, doctor, tune, warmup, trace, families, shortlist, serve, batch):
     app.command(cls=Command)(command)
 app.add_typer(head_app, name="head")
 app.command(cls=Command, epilog=BENCH_EPILOG)(bench)

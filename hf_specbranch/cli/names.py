@@ -56,6 +56,15 @@ def check_names(target: str | None, draft: str | None) -> None:
     check_folder("--draft", draft)
 
 
+def check_sources(target: str | None, draft: str | None) -> None:
+    """Refuse names of a target and of what drafts for it, which may be lookup, that cannot be loaded."""
+    name, _ = draft_names(draft, target)
+    if target is None or name is not None:
+        check_names(target, name)
+    else:
+        check_folder("--target", target)
+
+
 def check_folder(option: str, name: str) -> None:
     """Refuse what looks like a path but does not exist; anything else may be a repository."""
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():

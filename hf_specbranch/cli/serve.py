@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from . import options
+from .names import check_sources
 from .printing import leaving_cleanly, note
 
 EMBEDDED_NAME = "hf-specbranch-demo"
@@ -48,11 +49,12 @@ def serve(
     Example: hf-specbranch serve --target org/large --draft org/small --replicas 4 --host 0.0.0.0 --api-key secret
     """
     with leaving_cleanly():
+        check_sources(target, draft)
         from ..serving.http_server import check_installed
 
         check_installed("starlette", "uvicorn", extra="serve")
         if ray:
-            check_ray()
+            check_ray("serve from this process alone with --no-ray")
         given = options.GenerationOptions(
             target=target, draft=draft, config=config, policy=policy, device=device, dtype=dtype, threads=threads
         )
@@ -79,11 +81,11 @@ def serve(
         serve_here(engine, model_name, host, port, keys, limits, drain_seconds, note)
 
 
-def check_ray() -> None:
-    """Refuse before any work if Ray is not installed."""
+def check_ray(instead: str, *more: str) -> None:
+    """Refuse before any work if Ray, or what parts of it need, is not installed; `instead` is what to do without it."""
     from ..serving.http_server import check_installed
 
     try:
-        check_installed("ray", extra="ray")
+        check_installed("ray", *more, extra="ray")
     except OSError as error:
-        raise OSError(f"{error}, or serve from this process alone with --no-ray") from None
+        raise OSError(f"{error}, or {instead}") from None

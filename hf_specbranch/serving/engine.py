@@ -61,8 +61,8 @@ class Engine:
         self.thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(drain=kind is None)
 
     @property
     def max_length(self) -> int:

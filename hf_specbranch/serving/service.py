@@ -102,7 +102,7 @@ class Service:
 
     def _prompts(self, endpoint: Endpoint, request: ApiRequest) -> list[list[int]]:
         if endpoint == "chat":
-            prompts = [self._chat_tokens(request.messages)]
+            prompts = [chat_tokens(self.tokenizer, request.messages)]
         else:
             prompts = [self._tokens(each) for each in request.prompts]
         for prompt in prompts:
@@ -119,16 +119,6 @@ class Service:
         if not all(0 <= token < vocabulary for token in prompt):
             raise ApiError(400, f"prompt: expected tokens from 0 to {vocabulary - 1}", "prompt", "invalid_value")
         return prompt
-
-    def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a conversation. Without a chat template, messages follow each other line by line."""
-        if self.tokenizer.chat_template is None:
-            return self._tokens("\n".join(message["content"] for message in messages))
-        try:
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # templates refuse conversations in their own ways
-            raise ApiError(400, f"messages: the chat template refuses them ({error})", "messages") from error
-        return list(ids["input_ids"])
 
     def _check_length(self, prompt: list[int], wanted: int | None, param: str) -> None:
         limits, context = self.limits, self.engine.max_length
@@ -200,6 +190,17 @@ class Service:
 
         top = [entry(token, value) for token, value in logprobs.top]
         return {**entry(logprobs.token, logprobs.logprob), "top_logprobs": top}
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Return the tokens of a conversation. Without a chat template, messages follow each other line by line."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n".join(message["content"] for message in messages)).input_ids)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # templates refuse conversations in their own ways
+        raise ApiError(400, f"messages: the chat template refuses them ({error})", "messages") from error
+    return list(ids["input_ids"])
 
 
 def usage(prompts: list[list[int]], answers: list[Completion]) -> dict[str, Any]:
