@@ -66,16 +66,20 @@ def batch(
             wanted = OfflineSettings(
                 max_new_tokens, temperature, 1.0 if top_p is None else top_p, seed, tuple(stop or ())
             )
-            with showing_progress(len(left), quiet) as progress:
-                progress.doing("loading the models")
-                if ray:
-                    gpus = int(options.place(device, dtype)[0].startswith("cuda"))
-                    answers = answers_on_ray(
-                        given.open_model, settings, rows, max_length, by_length(left), wanted, replicas, gpus
-                    )
+            if ray:
+                gpus = int(options.place(device, dtype)[0].startswith("cuda"))
+                answers = answers_on_ray(
+                    given.open_model, settings, rows, max_length, by_length(left), wanted, replicas, gpus
+                )
+                with showing_progress(len(left), quiet) as progress:
                     done = write_answers(answers, file, len(left), progress)
-                else:
-                    with Engine(*given.open_model(), rows or None, max_length, settings) as engine:
-                        answers = answers_of(engine, by_length(left), wanted)
-                        done = write_answers(answers, file, len(left), progress)
+            else:
+                with showing_progress(quiet=quiet) as progress:
+                    progress.doing("loading the models")
+                    model, tokenizer = given.open_model()
+                with (
+                    Engine(model, tokenizer, rows or None, max_length, settings) as engine,
+                    showing_progress(len(left), quiet) as progress,
+                ):
+                    done = write_answers(answers_of(engine, by_length(left), wanted), file, len(left), progress)
         note(f"{done['answers']} answers with {done['tokens']} tokens; {done['errors']} prompts could not be answered")
