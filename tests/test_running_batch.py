@@ -79,6 +79,20 @@ def test_answers_move_between_batches_of_other_sizes(target, draft, monkeypatch)
         answers.compare([*long, *some_prompts(8, seed=6)])
 
 
+def test_captured_batches_sample_only_where_asked(target, draft, graph_runners):
+    """A greedy batch, then a sampled one, then a greedy one again: the same texts as without captured stages."""
+    prompts, texts = some_prompts(4, seed=8), []
+    for captured in (True, False):
+        answers = Answers(target, draft, rows=2, kernels=True, runtime="auto" if captured else "eager")
+        answers.engine.captured = captured
+        with answers.engine:
+            answers.compare(prompts)
+            both = answers.ask(prompts, sampling=Sampling(0.9, 0.8, 5)), answers.ask(prompts, sampling=Sampling(1.1))
+            answers.compare(prompts)
+        texts.append([[answer.tokens for answer in each] for each in both])
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+
+
 @pytest.mark.parametrize("policy", ["vanilla", *slow("specbranch")])
 def test_takeover_captures_nothing(policy, target, draft, graph_runners):
     """With the runners of a GPU, in static shapes: what other texts have captured is replayed."""
@@ -149,7 +163,8 @@ def test_distribution_is_the_targets(policy, temperature, top_p):
 def test_top_p_keeps_the_tokens_of_transformers(top_p):
     scores = 3 * torch.randn((6, 5, 300), generator=torch.Generator().manual_seed(0))
     expected = TopPLogitsWarper(top_p)(None, scores.reshape(-1, 300)).view_as(scores)
-    assert torch.equal(within_top_p(scores, torch.tensor(top_p)), expected)
+    assert torch.equal(within_top_p(scores, torch.tensor(1 - top_p)), expected)
+    assert torch.equal(within_top_p(scores, torch.tensor(0.0)), scores)
 
 
 def test_cancelled_answer_frees_its_row(target, draft):

@@ -59,7 +59,13 @@ BY_TOKENS = (lp.RepetitionPenaltyLogitsProcessor,)
 
 
 class RowProcessor:
-    """A processor with settings of its own for each row of a batch."""
+    """A processor with settings of its own for each row of a batch.
+
+    Attributes:
+        kind: what captured stages depend on, besides the settings of the rows.
+    """
+
+    kind: Hashable = None
 
     def settings_in(self, buffers: Buffers, name: str) -> Any:
         """Return the settings of all rows in memory of these buffers, where captured stages read them."""
@@ -166,7 +172,7 @@ def has_static_form(processor: Processor) -> bool:
 def signature(processor: Processor) -> Hashable:
     """Return the settings of a processor that a captured stage depends on."""
     if isinstance(processor, RowProcessor):  # its settings are in static buffers
-        return type(processor).__name__
+        return type(processor).__name__, processor.kind
     settings = dict(vars(processor))
     if type(processor) in BY_LENGTH:  # the length itself is in a static buffer
         settings = {"eos_token_id": tuple(processor.eos_token_id.tolist())}

@@ -24,7 +24,7 @@ from ..runtime.eager import layer_kinds
 from ..runtime.positions import LengthDependentRotary
 from ..runtime.recurrent_cache import is_recurrent
 from .completion import Completion
-from .row_sampling import RowSampling
+from .row_sampling import GREEDY_ROWS, RowSampling
 
 # Settings in a model's generation config that change scores, and that a running batch has no per-row form of.
 UNSUPPORTED = (
@@ -88,9 +88,11 @@ class BatchSettings:
     def call(self, rows: int, sampling: RowSampling) -> BatchCall:
         """Return the call of a batch with so many rows, all of them free."""
         model, ids = self.model, torch.zeros((rows, 1), dtype=torch.long, device=self.model.device)
-        processors: list[Any] = [sampling]
+        processors: list[Any] = []
         if self.repetition_penalty != 1.0:
-            processors.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if sampling.kind != GREEDY_ROWS:
+            processors.append(sampling)
         return BatchCall(
             model=model,
             draft=self.draft,

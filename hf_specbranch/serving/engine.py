@@ -15,6 +15,7 @@ from ..stats import SpecBranchStats
 from .batch_call import BatchSettings, batch_settings
 from .completion import Completion, CompletionSettings
 from .row_count import most_rows
+from .row_sampling import GREEDY_ROWS
 from .scheduler import Scheduler, sizes_up_to
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class Engine:
             raise ValueError(f"rows={rows}: expected at least 1")
         self.settings: BatchSettings = batch_settings(model, tokenizer, max_length, settings)
         rows = rows or most_rows(self.settings.model, self.settings.draft, self.settings.max_length)
-        captured = self.settings.model.device.type == "cuda" and self.settings.config.runtime != "eager"
-        self.tokenizer, self.sizes = tokenizer, sizes_up_to(rows, captured)
+        self.captured = self.settings.model.device.type == "cuda" and self.settings.config.runtime != "eager"
+        self.tokenizer, self.sizes = tokenizer, sizes_up_to(rows, self.captured)
         self.stats = SpecBranchStats(policy=self.settings.config.policy)  # over all answers
         self.queue = WaitingAnswers()
         self.closing, self.closed = False, False
@@ -123,7 +124,7 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_over():
-            scheduler = Scheduler(self.settings, self.queue, self.sizes, self.stats)
+            scheduler = Scheduler(self.settings, self.queue, self.sizes, self.captured, self.stats)
             try:
                 with torch.no_grad(), cpu_threads.limited(self.settings.model.device), scheduler:
                     while not self._is_over(scheduler):
@@ -162,6 +163,11 @@ class WaitingAnswers:
 
     def __len__(self) -> int:
         return len(self.answers)
+
+    def kind(self) -> int:
+        """Return what sampling the answers need that wait."""
+        with self.change:
+            return max((each.settings.sampling.kind for each in self.answers), default=GREEDY_ROWS)
 
     def push(self, completion: Completion) -> None:
         with self.change:

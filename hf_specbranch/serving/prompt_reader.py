@@ -49,12 +49,12 @@ class PromptReader:
     def is_done(self) -> bool:
         return self.cached >= len(self.tokens) - 1
 
-    def read(self) -> None:
-        """Read the next tokens in one pass."""
+    def read(self) -> int:
+        """Read the next tokens in one pass; return how many."""
         start, runner = self.cached, self.runner
         end = min(start + PASS, len(self.tokens) - 1)
         if end <= start:
-            return
+            return 0
         tokens = torch.tensor([self.tokens[:end]], device=runner.device).clamp(max=runner.vocabulary - 1)
         positions = torch.arange(end, device=runner.device)[None]
         if runner.position_limit is not None:  # of a draft with a shorter context; see `DraftModel`
@@ -71,3 +71,4 @@ class PromptReader:
             further = runner.last_logits_only
             runner.forward_uncaptured(tokens[:, start:], positions[:, start:], columns, visible, **further)
         self.cached = end
+        return end - start

@@ -11,7 +11,7 @@ MOST, MOST_ON_CPU = 64, 16
 CONTEXT = 1024  # tokens of a typical text
 DRAFT = 4  # tokens of a typical draft
 MIN_GAIN = 1.25  # twice the rows must generate this many times as many tokens per second
-MEMORY = 0.8  # of the free memory of a GPU that keys and values may take
+MEMORY = 0.4  # of the free memory of a GPU that keys and values may take, while answers move to another batch twice
 
 
 def most_rows(model: PreTrainedModel, draft: PreTrainedModel | None, max_length: int) -> int:

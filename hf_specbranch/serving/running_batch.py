@@ -30,11 +30,12 @@ class RunningBatch:
     Args:
         settings: of the engine.
         rows: how many answers it generates at a time.
+        kind: what sampling the answers may need; see `row_sampling`.
         stats: where to count, over all answers.
     """
 
-    def __init__(self, settings: BatchSettings, rows: int, stats: SpecBranchStats) -> None:
-        self.rows, self.stats, self.sampling = rows, stats, RowSampling(rows)
+    def __init__(self, settings: BatchSettings, rows: int, kind: int, stats: SpecBranchStats) -> None:
+        self.rows, self.kind, self.stats, self.sampling = rows, kind, stats, RowSampling(rows, kind)
         self.call = settings.call(rows, self.sampling)
         assert self.call.row_stopper is not None
         self.completions = self.call.row_stopper.completions  # by row; None: it is free
@@ -50,7 +51,8 @@ class RunningBatch:
             self.plan = plan
             accounting = RowAccounting(self.stats, parts.drafter.depth, self.completions, parts.text.static_shapes)
             self.parts: Parts = parts._replace(accounting=accounting)
-            self.overlap = stack.enter_context(assembly.overlap())
+            self.streams = stack.enter_context(ExitStack())  # may be closed first
+            self.overlap = self.streams.enter_context(assembly.overlap())
             self.overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
             result = parts.text.result.to(parts.drafter.device)
             self.feedback = Feedback(result, features=None, moved=False, draft_ended=True)
@@ -60,8 +62,12 @@ class RunningBatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.parts.accounting.close()  # what is pending in answers that move to another batch
         self.exit.close()
+
+    def stop(self) -> None:
+        """Run no more rounds. Answers may move to another batch, until this one is closed."""
+        self.parts.accounting.close()  # what is pending is rolled back
+        self.streams.close()  # streams must be left in the opposite order
 
     @property
     def runner(self) -> EagerRunner:

@@ -1,7 +1,8 @@
-"""The scheduler: which answers have a row of the running batch, and how many rows it has.
+"""The scheduler: which answers have a row of the running batch, and what batch that is.
 
-Prompts that wait are read into free rows between rounds. The batch has one of few sizes. It grows as soon as somebody
-waits for a row, and shrinks when a smaller one has sufficed for a while; answers move with their keys and values.
+Prompts that wait are read into free rows between rounds. The batch has one of few sizes, and where stages are captured
+one of three kinds, since sampling takes time. A larger one is taken as soon as somebody waits for it, and a smaller one
+when it has sufficed for a while; answers move with their keys and values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..runtime.eager import EagerRunner
 from ..stats import SpecBranchStats
 from .batch_call import BatchSettings
 from .completion import Completion
-from .prompt_reader import PromptReader, reader_runner
+from .prompt_reader import PASS, PromptReader, reader_runner
+from .row_sampling import CUT_ROWS
 from .running_batch import RunningBatch
 
 PATIENCE = 64  # rounds in a row that a smaller batch must suffice for, before the answers move to one
@@ -27,6 +29,10 @@ class Queue(Protocol):
     """Where answers wait."""
 
     def __len__(self) -> int: ...
+
+    def kind(self) -> int:
+        """Return what sampling the answers need that wait; see `row_sampling`."""
+        ...
 
     def pop(self) -> Completion | None:
         """Return the next answer that somebody still waits for, if there is one."""
@@ -43,12 +49,12 @@ class Readers(NamedTuple):
         for reader in filter(None, self):
             reader.begin(tokens)
 
-    def read(self) -> bool:
-        """Read in one pass; return whether all is read."""
-        reader = next((each for each in filter(None, self) if not each.is_done), None)
-        if reader is not None:
-            reader.read()
-        return all(each.is_done for each in filter(None, self))
+    def read(self) -> int:
+        """Let the target read in one pass, and the draft all of the prompt once that is done; return how many tokens."""
+        read = self.target.read()
+        while self.target.is_done and self.draft is not None and self.draft.read():
+            pass
+        return read
 
 
 class Scheduler:
@@ -58,11 +64,14 @@ class Scheduler:
         settings: of the engine.
         queue: where answers wait.
         sizes: the sizes of the batch, in order.
+        captured: stages are captured, with what their rows may need.
         stats: where to count, over all answers.
     """
 
-    def __init__(self, settings: BatchSettings, queue: Queue, sizes: list[int], stats: SpecBranchStats) -> None:
-        self.settings, self.queue, self.sizes, self.stats = settings, queue, sizes, stats
+    def __init__(
+        self, settings: BatchSettings, queue: Queue, sizes: list[int], captured: bool, stats: SpecBranchStats
+    ) -> None:
+        self.settings, self.queue, self.sizes, self.captured, self.stats = settings, queue, sizes, captured, stats
         self.reading: Completion | None = None  # the answer whose prompt is being read
         self.batch: RunningBatch | None = None
         self.moving: list[Completion] = []  # the answers of the batch that was closed last
@@ -105,38 +114,44 @@ class Scheduler:
     # ---- new answers
 
     def _fill_rows(self) -> None:
-        """Read prompts into free rows: all of them while no answer is running, else one pass."""
-        batch = self.batch
+        """Read prompts into free rows: all of them while no answer is running, else so many tokens."""
+        batch, read = self.batch, 0
         while batch is not None and (row := batch.free_row()) is not None:
             if self.reading is None:
                 self.reading = self.queue.pop()
                 if self.reading is None:
                     return
                 self.readers.begin(self.reading.prompt)
-            if self.readers.read():
+            read += self.readers.read()
+            if self.readers.target.is_done:
                 draft = None if self.readers.draft is None else (self.readers.draft.runner, 0)
                 batch.place(row, self.reading, (self.readers.target.runner, 0), draft)
                 self.reading = None
-            elif batch.active:
+            if read >= PASS and batch.active:
                 return
 
-    # ---- the size of the batch
+    # ---- the batch
 
     def _resize(self) -> None:
         needed, current = len(self.queue) + len(self.running), self.batch
         fitting = next((size for size in self.sizes if size >= needed), self.sizes[-1])
+        kinds = [self.queue.kind(), *(each.settings.sampling.kind for each in self.running)]
+        kind = max(kinds) if self.captured else CUT_ROWS
         if current is not None:
-            self.calm = self.calm + 1 if fitting < current.rows else 0
-            stays = fitting < current.rows and self.calm < PATIENCE and bool(self.running)
-            if stays or fitting == current.rows:
+            suffices = fitting <= current.rows and kind <= current.kind
+            is_too_much = suffices and (fitting, kind) != (current.rows, current.kind)
+            self.calm = self.calm + 1 if is_too_much else 0
+            if suffices and not (is_too_much and (self.calm >= PATIENCE or not self.running)):
                 return
         if needed:
-            self._move_to(fitting)
+            self._move_to(fitting, kind)
 
-    def _move_to(self, rows: int) -> None:
-        """Go on with a batch of so many rows."""
+    def _move_to(self, rows: int, kind: int) -> None:
+        """Go on with a batch of so many rows, and of this kind."""
+        if self.batch is not None:
+            self.batch.stop()
         with ExitStack() as stack:
-            new, old = stack.enter_context(RunningBatch(self.settings, rows, self.stats)), self.batch
+            new, old = stack.enter_context(RunningBatch(self.settings, rows, kind, self.stats)), self.batch
             for row, completion in enumerate([] if old is None else old.completions):
                 if completion is not None and old is not None:
                     free = new.free_row()
