@@ -28,6 +28,7 @@ latency = importlib.import_module("latency")
 overhead = importlib.import_module("overhead")
 pass_time = importlib.import_module("pass_time")
 predictions = importlib.import_module("predictions")
+serving = importlib.import_module("serving")
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
         (pass_time, ["--contexts", "16", "--draft-weights", "int8", "--draft-shortlist", "512"]),
         (each_kernel, ["--tokens", "2", "--context", "16"]),
         (latency, ["--rounds-at", "20", "--repeat", "1", "--num-prompts", "1"]),
+        (serving, ["--streams", "1,2", "--requests", "1", "--max-new-tokens", "4", "--num-prompts", "2"]),
         (cpu_first_calls, ["--busy", "1", "--pairs", "2", "--new-tokens", "8"]),
         (
             predictions,

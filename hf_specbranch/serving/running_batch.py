@@ -79,6 +79,11 @@ class RunningBatch:
         """The runner of the draft, if the plan drafts with one."""
         return self.assembly.draft_runner
 
+    @property
+    def drafts(self) -> bool:
+        """Whether a model drafts."""
+        return self.draft_runner is not None and POLICIES[self.plan.policy].drafts
+
     def free_row(self) -> int | None:
         """Return a row that is free; None if there is none."""
         return next((row for row, completion in enumerate(self.completions) if completion is None), None)

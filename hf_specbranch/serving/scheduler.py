@@ -49,10 +49,10 @@ class Readers(NamedTuple):
         for reader in filter(None, self):
             reader.begin(tokens)
 
-    def read(self) -> int:
-        """Let the target read in one pass, and the draft all of the prompt once that is done; return how many tokens."""
+    def read(self, drafts: bool) -> int:
+        """Let the target read in one pass; return how many tokens. A draft that is used reads all of them after that."""
         read = self.target.read()
-        while self.target.is_done and self.draft is not None and self.draft.read():
+        while drafts and self.target.is_done and self.draft is not None and self.draft.read():
             pass
         return read
 
@@ -122,9 +122,10 @@ class Scheduler:
                 if self.reading is None:
                     return
                 self.readers.begin(self.reading.prompt)
-            read += self.readers.read()
+            read += self.readers.read(batch.drafts)
             if self.readers.target.is_done:
-                draft = None if self.readers.draft is None else (self.readers.draft.runner, 0)
+                reader = self.readers.draft if batch.drafts else None
+                draft = None if reader is None else (reader.runner, 0)
                 batch.place(row, self.reading, (self.readers.target.runner, 0), draft)
                 self.reading = None
             if read >= PASS and batch.active:
@@ -156,7 +157,8 @@ class Scheduler:
                 if completion is not None and old is not None:
                     free = new.free_row()
                     assert free is not None
-                    new.place(free, completion, (old.runner, row), self._read_by_draft(completion))
+                    draft = self._read_by_draft(completion) if new.drafts else None
+                    new.place(free, completion, (old.runner, row), draft)
             if self.reading is not None and self.readers.draft is not None:
                 self.readers.draft.begin(self.reading.prompt)
             self._close_batch()
