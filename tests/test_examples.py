@@ -58,6 +58,11 @@ def test_two_devices(capsys):
     assert "of the drafting was hidden" in printed
 
 
+def test_grpo(capsys):
+    printed = run("grpo", 1, 4, capsys=capsys)
+    assert printed.count("s in generate()") == 2 and "target passes for 48 tokens" in printed
+
+
 @pytest.mark.slow
 def test_benchmark_your_pair(capsys):
     printed = run("benchmark_your_pair", ["--num-prompts", "1", "--max-new-tokens", "12"], capsys=capsys)
