@@ -153,6 +153,16 @@ def every_parameter(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameters in held for parameter in parameters if parameter is not None]
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether accelerate brings all weights that are on the meta device where they are needed, pass by pass."""
+    held = [
+        module
+        for module in every_module(model)
+        if any(w is not None and w.is_meta for w in module._parameters.values())
+    ]
+    return all(hasattr(module, "_hf_hook") for module in held)
+
+
 def every_buffer(model: nn.Module) -> list[Tensor]:
     """Return all buffers of a model. Shared buffers appear more than once.
 

@@ -18,7 +18,7 @@ from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
-from .model_state import every_parameter, is_compiled, why_adapters_need_plain
+from .model_state import every_parameter, is_compiled, is_offloaded, ranks_of, why_adapters_need_plain
 from .progress import Progress
 from .runtime.eager import layer_kinds
 from .runtime.kv_cache import why_not_loaded
@@ -224,7 +224,8 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         )
     if role == "draft" and getattr(model, "_tp_size", None) is not None:
         raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
-    if any(parameter.is_meta for parameter in every_parameter(model)):
+    is_placed = role == "target" or not model.get_input_embeddings().weight.is_meta
+    if any(parameter.is_meta for parameter in every_parameter(model)) and not (is_placed and is_offloaded(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
 
 
@@ -257,6 +258,10 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
     """Return why this `generate()` call is left to transformers' own decoding; empty if it is not."""
     if _has_own_generate(target):
         return "its class has a generate() of its own"
+    if target.get_input_embeddings().weight.is_meta:
+        return "its embeddings are offloaded, which leaves open where it runs"
+    if ranks_of(target) is None and any(type(weight).__name__ == "DTensor" for weight in every_parameter(target)):
+        return "its weights are sharded over processes, by FSDP or by something else than a tp_plan alone"
     if (mode := settings.mode) not in SUPPORTED_MODES:
         return f"SpecBranch speeds up greedy decoding and sampling, not {mode.value.replace('_', ' ')}"
     if settings.use_cache is False:

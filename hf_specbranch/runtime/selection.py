@@ -86,8 +86,8 @@ def _can_skip_autograd(model: PreTrainedModel) -> bool:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     if model.device.type != "cpu" or any(modes):  # autocast keeps the weights that it casts
         return False
-    if any(type(parameter) is not torch.nn.Parameter for parameter in every_parameter(model)):
-        return False
+    if any(type(weight) is not torch.nn.Parameter or weight.is_meta for weight in every_parameter(model)):
+        return False  # weights that are offloaded are replaced in every pass
     return not any(module._forward_hooks or module._forward_pre_hooks for module in every_module(model))
 
 

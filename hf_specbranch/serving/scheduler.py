@@ -50,7 +50,7 @@ class Readers(NamedTuple):
             reader.begin(tokens)
 
     def read(self, drafts: bool) -> int:
-        """Let the target read in one pass; return how many tokens. A draft that is used reads all of them after that."""
+        """Let the target read in one pass; return how many tokens. A draft that is used reads all of them after it."""
         read = self.target.read()
         while drafts and self.target.is_done and self.draft is not None and self.draft.read():
             pass
