@@ -11,10 +11,11 @@ from transformers import GenerationConfig
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.decoding import acceptance, verifier
 from hf_specbranch.decoding.lookup import PassTimes
-from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, longer_of
+from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
 
+from .kernels import DEVICE, on_kernels
 from .models import attached, prompt
 from .sampling import SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
@@ -113,6 +114,26 @@ def test_host_and_device_find_the_same(text, others, longest, padding):
     assert int(found.matched) == expected.length
     if expected.length:
         assert found.tokens[0, : int(found.length)].tolist() == expected.tokens
+
+
+@on_kernels
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.integers(0, 3000),
+)
+def test_kernel_finds_the_same(texts, longest, count, filler):
+    """The filler, without repetitions of three tokens, takes the text over several blocks."""
+    texts = [text + [10 + token for token in range(filler)] + text for text in texts]
+    size = max(map(len, texts)) + 3
+    ids = torch.tensor([[9] * (size - 3 - len(text)) + text + [7, 7, 7] for text in texts], device=DEVICE)
+    length = torch.full((len(texts),), size - 3, device=DEVICE)
+    first = torch.tensor([[size - 3 - len(text)] for text in texts], device=DEVICE)
+    found, expected = (find(ids, length, first, longest, count) for find in (find_in_text, find_in_text_reference))
+    assert torch.equal(found.matched, expected.matched) and torch.equal(found.length, expected.length)
+    some = expected.length > 0
+    assert torch.equal(found.tokens[some], expected.tokens[some])
 
 
 def test_the_longest_match_wins_then_the_latest():

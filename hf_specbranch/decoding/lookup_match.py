@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..corpus import CANDIDATES, ORDER, CorpusTables, hash_runs
+from ..kernels.backend import serves
+from ..kernels.lookup import fits, match_ends
 from .text_index import SHORTEST
 
 
@@ -23,6 +25,13 @@ class Matches(NamedTuple):
 
 
 def find_in_text(ids: Tensor, length: Tensor, first: Tensor, longest: int, count: int) -> Matches:
+    """Find the longest match of each text's end in the text itself, by a kernel where there is one."""
+    if serves(ids.device) and fits(ids, length, first):
+        return Matches(*match_ends(ids, length, first, longest, min(SHORTEST, longest), count))
+    return find_in_text_reference(ids, length, first, longest, count)
+
+
+def find_in_text_reference(ids: Tensor, length: Tensor, first: Tensor, longest: int, count: int) -> Matches:
     """Find the longest match of each text's end in the text itself; of several, the latest.
 
     Args:
@@ -34,7 +43,7 @@ def find_in_text(ids: Tensor, length: Tensor, first: Tensor, longest: int, count
 
     Example:
         >>> text = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 0]])
-        >>> find_in_text(text, torch.tensor([7]), torch.zeros(1, 1).long(), 4, 3).tokens.tolist()
+        >>> find_in_text_reference(text, torch.tensor([7]), torch.zeros(1, 1).long(), 4, 3).tokens.tolist()
         [[8, 5, 6]]
     """
     rows, capacity = ids.shape
@@ -58,7 +67,7 @@ def find_in_text(ids: Tensor, length: Tensor, first: Tensor, longest: int, count
 def find_in_corpus(
     ids: Tensor, length: Tensor, first: Tensor, longest: int, count: int, corpus: CorpusTables
 ) -> Matches:
-    """Find the longest match of each text's end in a corpus. Takes the arguments of `find_in_text`."""
+    """Find the longest match of each text's end in a corpus. Takes the arguments of `find_in_text_reference`."""
     device, size = ids.device, corpus.tokens.shape[0]
     if not len(corpus.keys):
         none = torch.zeros_like(length)
