@@ -71,11 +71,11 @@ def reference_draft(head, target, text, count):
     return drafted
 
 
-def trained(head, target, texts, steps=60, depth=2):
+def trained(head, target, texts, steps=30, depth=2):
     """Train a head on texts [B, L] of its target: to say the next token, also from its own states."""
     shared = {id(each) for each in target.parameters()}
     weights = [each.requires_grad_(True) for each in head.parameters() if id(each) not in shared]
-    optimiser = torch.optim.Adam(weights, 0.01)
+    optimiser = torch.optim.Adam(weights, 0.02)
     own = torch.full((target.config.vocab_size,), -100)
     ids = torch.arange(len(own)) if head.token_ids is None else head.token_ids
     own[ids] = torch.arange(len(ids))
@@ -100,7 +100,7 @@ def small_target():
     """A target over few tokens with a multi-token-prediction layer, and texts of it."""
     target = llama(seed=11, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None, num_mtp_layers=1)
     torch.manual_seed(0)
-    prompts = torch.randint(3, 12, (24, 12))
+    prompts = torch.randint(3, 12, (16, 12))
     asked = dict(attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
     return target, target.generate(prompts, **asked)
 
@@ -149,10 +149,10 @@ def target_and_block_draft():
     target, texts = small_target()
     head = block_draft(target, random_block_draft(target))
     shared = {id(each) for each in target.parameters()}
-    optimiser = torch.optim.Adam([each for each in head.parameters() if id(each) not in shared], 0.01)
+    optimiser = torch.optim.Adam([each for each in head.parameters() if id(each) not in shared], 0.02)
     with torch.no_grad():
         hidden = target(texts, output_hidden_states=True).hidden_states[1]
-    for step in range(80):
+    for step in range(50):
         at = 13 + step % 30
         tokens = torch.cat([texts[:, at - 1 : at], torch.zeros(len(texts), 3, dtype=torch.long)], dim=1)
         seen = torch.ones(1, 1, 4, at + 3, dtype=torch.bool)

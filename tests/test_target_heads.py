@@ -17,7 +17,7 @@ from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.target_heads.loading import block_draft
 
 from . import sources
-from .models import attached, llama, prompt
+from .models import assert_counts_add_up, attached, llama, prompt
 from .sampling import SMALLEST_P, sampling_pair
 from .sources import DraftSourceTests
 from .target_heads import (
@@ -63,7 +63,7 @@ class HeadTests(DraftSourceTests):
     def arguments(self, draft):
         return {"assistant_model": draft, "specbranch": settings()}
 
-    def sampling_p_value(self, samples=6_000):
+    def sampling_p_value(self, samples=4_000):
         return super().sampling_p_value(samples)
 
 
@@ -103,20 +103,29 @@ class TestEagle3(HeadTests):
             return drafted if drafted.q is None else drafted._replace(q=drafted.q.roll(1, dims=-1))
 
         monkeypatch.setattr(Drafter, "propose", dishonest)
-        assert self.sampling_p_value(samples=6_000) < SMALLEST_P
+        assert self.sampling_p_value(samples=2_000) < SMALLEST_P
+
+    def test_sampled_text_of_branches_has_the_targets_distribution(self, monkeypatch):
+        """The head goes on with its own states while the target verifies."""
+        branches = settings("specbranch", 2, tree_leaves=2, max_branches=2, confidence_threshold=0.4)
+        monkeypatch.setattr(self, "arguments", lambda draft: {"assistant_model": draft, "specbranch": branches})
+        assert self.sampling_p_value() > SMALLEST_P
 
 
-class TestEagle3WithLeaves(TestEagle3):
-    def arguments(self, draft):
-        return {"assistant_model": draft, "specbranch": settings(tree_leaves=3)}
+BRANCHES = dict(gamma=2, tree_leaves=2, max_rejection_branches=2, max_branches=2, confidence_threshold=0.4)
 
 
-class TestEagle3Branches(TestEagle3):
-    """The head goes on with its own states while the target verifies."""
-
-    def arguments(self, draft):
-        more = dict(tree_leaves=2, max_rejection_branches=2, max_branches=2, confidence_threshold=0.4)
-        return {"assistant_model": draft, "specbranch": settings("specbranch", 2, **more)}
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize(("policy", "more"), [("pearl", {}), ("specbranch", BRANCHES), ("auto", {})])
+def test_every_policy_keeps_the_text(static, policy, more, request):
+    if static:
+        request.getfixturevalue("static_stages")
+    target, head = target_and_eagle3()
+    asked, model = {**prompt(2, 12, vocabulary=12), **GREEDY}, attached(target)
+    out = model.generate(**asked, assistant_model=head, specbranch=settings(policy, **more))
+    assert torch.equal(out, target.generate(**asked))
+    assert_counts_add_up(model.specbranch_stats)
+    assert model.specbranch_stats.sources["EAGLE-3"]["accepted"] > 0
 
 
 # ---- which states it reads
