@@ -1,6 +1,7 @@
 """Lookup drafts: found in the text and in a corpus, alone and beside a draft model."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,22 @@ class TestLookupBesideADraft(TestLookup):
         counts = stats.sources["draft model"]
         assert stats.sources["lookup"]["rounds"] > 2 and counts["rounds"] > 2
         assert counts["accepted"] == counts["drafted"]
+
+    @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+    def test_looked_up_tokens_may_follow_a_tree_leaf(self, static, request, monkeypatch):
+        """A leaf that became text was read in a scratch slot, and is read again whatever drafts next."""
+        if static:
+            request.getfixturevalue("static_stages")
+        monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)
+        target, draft = repetitive_pair()
+        leaves = replace(self.arguments(draft)["specbranch"], tree_leaves=4, confidence_threshold=0.0)
+        model, hits = attached(target), 0
+        for seed in range(3):
+            asked = {**prompt(2, 12, seed=seed, vocabulary=12), "max_new_tokens": 60, "do_sample": False}
+            out = model.generate(**asked, assistant_model=draft, specbranch=leaves)
+            assert torch.equal(out, target.generate(**asked))
+            hits += model.specbranch_stats.tree_leaf_hits
+        assert hits > 4 and model.specbranch_stats.sources["lookup"]["rounds"] > 2
 
 
 class TestLookupBesideBranches(TestLookup):

@@ -17,7 +17,7 @@ from ..runtime.eager import make_spans
 from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import LookupDraft
-from .resolve import BranchStarts, DraftTokens, Feedback
+from .resolve import BranchStarts, DraftTokens, Feedback, TreeLeaves
 
 CHUNK = 16  # tokens that the draft reads in one captured pass
 TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified
@@ -56,11 +56,18 @@ class LookupBesideDraft:
                 self._run("leave", lambda: self._leave(feedback))
             self.current, self.name = self.lookup, self.lookup.name
             self.unread += count + 1
-            return self.lookup.look_up(count)
+            return self._with_skipped_token(self.lookup.look_up(count))
         if self.current is self.lookup:
             self._resume(feedback, reached)
         self.current, self.name, self.unread = self.drafter, self.drafter.name, 0
         return self.drafter.propose(feedback, reached)
+
+    def _with_skipped_token(self, found: DraftTokens) -> DraftTokens:
+        """Let the target read a tree leaf again that the last round has made text, as rounds with leaves do."""
+        if not self.drafter.round.leaves:
+            return found
+        none = found.tokens[:, :0]
+        return found._replace(leaves=TreeLeaves(none, none))
 
     def branch(self, reached: int) -> BranchStarts:
         return self.current.branch(reached)

@@ -107,6 +107,8 @@ class Verifier:
             drafted: returns the counts [B, 6] of what is drafted; the fields of `Drafted`.
         """
         rows, count = draft_tokens.tokens.shape
+        if draft_tokens.leaves is not None and not draft_tokens.leaves.tokens.shape[1]:  # only a token was read again
+            draft_tokens = draft_tokens._replace(leaves=None)
         if count not in self.result_memory:
             self.result_memory[count] = self.buffers.tensor(f"result{count}", (rows, RESULT_NUMBERS + count))
         packed, queries, self.logits = self.result_memory[count], step.logits.shape[1], step.logits
