@@ -53,6 +53,12 @@ def test_train_and_use_head(capsys):
     assert int(rolled_back["the embedded pair's head"]) < int(rolled_back["no head"])
 
 
+def test_train_eagle3(capsys, tmp_path):
+    printed = run("train_eagle3", str(tmp_path), 8, 2, 0, 1, 8, capsys=capsys)
+    assert "EAGLE-3: " in printed and "tokens per pass" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
 def test_two_devices(capsys):
     printed = run("two_devices", 8, capsys=capsys)
     assert "of the drafting was hidden" in printed

@@ -18,6 +18,7 @@ from .scoring import ExactScorer, Guide, Prefixes, Processor, Scorer, StaticScor
 
 if TYPE_CHECKING:
     from ..layers.shortlist import Shortlist
+    from ..target_heads.base import DraftVocabulary
     from .target_states import TargetStates
 
 
@@ -68,7 +69,7 @@ class DraftModel:
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
         self.positions.copy_((columns - padding).clamp(min=0, max=last))
-        self.shortlist: Shortlist | None = state_of(runner.model).shortlist
+        self.shortlist: Shortlist | DraftVocabulary | None = state_of(runner.model).shortlist
         if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
             self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors

@@ -12,6 +12,7 @@ from ..runtime.base import Step
 from ..runtime.eager import NOTHING, EagerRunner, make_spans
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
+from ..target_heads.base import DraftVocabulary
 from .draft_model import DraftModel
 from .scoring import Processor
 from .target_states import TargetStates
@@ -50,6 +51,8 @@ class HeadModel(DraftModel):
         super().__init__(buffers, runner, attention, vocabulary, processors, capacity, stats, ends)
         self.name, self.reread = runner.model.source, gamma + 2
         self.states = TargetStates(buffers, runner.model, text, self.first, capacity, target_layers)
+        if (tokens := runner.model.token_ids) is not None:
+            self.shortlist = DraftVocabulary(tokens, runner.model.config.vocab_size)
         self.earliest = self.first  # columns before it have no state
 
     def prefill(self, tokens: Tensor) -> None:

@@ -40,8 +40,12 @@ class TargetHead(PreTrainedModel):
     own_layers_only = False
     state_layers: tuple[int, ...] = ()
     state_size = 0
-    token_ids: Tensor | None = None
+    token_ids: Tensor | None
     _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("token_ids", None, persistent=False)  # it moves with the weights
 
     def encode(self, hidden: Tensor) -> Tensor:
         """Return states [B, N, S], given the hidden states of `state_layers`, joined: [B, N, layers * H]."""
@@ -49,7 +53,7 @@ class TargetHead(PreTrainedModel):
 
 
 class DraftVocabulary:
-    """Maps a head's own vocabulary to the target's; `DraftModel` calls it as it calls a shortlist.
+    """Maps a head's own vocabulary to the target's; the head's `DraftModel` calls it as it calls a shortlist.
 
     Args:
         ids: [V'] the target's tokens, each once.

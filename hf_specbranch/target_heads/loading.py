@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from ..model_state import state_of
-from .base import DraftVocabulary, TargetHead
+from .base import TargetHead
 from .dflash import DFlashHead, is_block_draft
 from .eagle3 import Eagle3Draft, Eagle3Settings, layer_config
 from .mtp import MTP, mtp_head
@@ -92,9 +91,6 @@ def block_draft(target: PreTrainedModel, draft: Any) -> DFlashHead:
 def prepared(head: Head, target: PreTrainedModel) -> Head:
     """Return a head on the target's device, in its dtype, ready to draft."""
     head.to(device=target.device, dtype=target.dtype).eval()  # some weights may be the target's
-    if head.token_ids is not None:
-        head.token_ids = head.token_ids.to(target.device)
-        state_of(head).shortlist = DraftVocabulary(head.token_ids, head.config.vocab_size)
     return head
 
 
