@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers.generation import PromptLookupCandidateGenerator
 
 from hf_specbranch import load_demo_pair, specbranch
 from hf_specbranch.serving.completion import Completion, CompletionSettings
@@ -214,6 +215,9 @@ def test_bad_requests_and_models_are_refused(target, draft):
     other.generation_config.no_repeat_ngram_size = 2
     with pytest.raises(ValueError, match="no_repeat_ngram_size"):
         Engine(other, None)
+    candidates = PromptLookupCandidateGenerator(max_length=64)
+    with pytest.raises(ValueError, match="CandidateGenerator"):
+        Engine(specbranch(copy.deepcopy(target), candidates), None)
 
 
 def test_stop_strings_and_logprobs():

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from ..attachment import Attachment
 from ..config import SpecBranchConfig
 from ..decoding.call import Call
 from ..decoding.hooks import SpeculationHook
@@ -18,11 +19,12 @@ from ..decoding.policies import POLICIES
 from ..decoding.text import Stopper
 from ..heads.model import resolve_head
 from ..mixin import SpecBranchMixin
-from ..model_state import transformers_model
+from ..model_state import ranks_of, transformers_model
 from ..request import DEFAULTS, MergedSettings, Request, call_config, check_request, lookup_on, why_plain, without_model
 from ..runtime.eager import layer_kinds
 from ..runtime.positions import LengthDependentRotary
 from ..runtime.recurrent_cache import is_recurrent
+from ..target_heads.base import TargetHead
 from .completion import Completion
 from .row_sampling import GREEDY_ROWS, RowSampling
 
@@ -126,23 +128,20 @@ def batch_settings(
     Raises:
         ValueError: a running batch cannot serve this model, or the settings are wrong.
     """
-    target = transformers_model(model)
-    if not isinstance(target, SpecBranchMixin):
-        raise ValueError(f"{type(target).__name__} has no SpecBranch: attach it with specbranch(model, draft=...)")
-    attachment, own = target._specbranch_memory, MergedSettings({"do_sample": False}, target.generation_config)
-    draft = attachment.draft
+    found = transformers_model(model)
+    if not isinstance(found, SpecBranchMixin):
+        raise ValueError(f"{type(found).__name__} has no SpecBranch: attach it with specbranch(model, draft=...)")
+    attachment, target = found._specbranch_memory, cast(PreTrainedModel, found)
+    own, draft = MergedSettings({"do_sample": False}, target.generation_config), attachment.draft
     config = lookup_on(target.device, call_config(settings, own, draft, attachment), attachment)
     if draft is None and config.policy == "auto":
         config = without_model(config)
-    check_request(cast(PreTrainedModel, target), draft, config, tokenizer, None)
-    if reason := why_plain(cast(PreTrainedModel, target), draft, own) or _why_not(cast(PreTrainedModel, target), own):
+    check_request(target, draft, config, tokenizer, None)
+    if reason := why_plain(target, draft, own) or _why_not(target, attachment, own):
         raise ValueError(f"{type(target).__name__} cannot run in a running batch: {reason}")
-    for each in (target, draft):
-        if each is not None and (reason := _why_not_in_rows(cast(PreTrainedModel, each))):
-            raise ValueError(f"{type(each).__name__} cannot run in a running batch: {reason}")
     head, hooks = config.length_head or attachment.head, tuple[SpeculationHook, ...]()
     if head is not None and draft is not None and POLICIES[config.policy].forks:
-        head = resolve_head(head, cast(PreTrainedModel, target), draft, tokenizer)
+        head = resolve_head(head, target, draft, tokenizer)
         if isinstance(head, SpeculationHook):
             hooks, head = (head,), None
     # Tree leaves save few passes in a batch, and log-probabilities need rounds that end at the target's own token.
@@ -153,8 +152,8 @@ def batch_settings(
     if context is not None and longest > context:
         raise ValueError(f"max_length={longest}: the context of {type(target).__name__} has {context} tokens")
     return BatchSettings(
-        model=cast(PreTrainedModel, target),
-        draft=request.draft_of_call(cast(PreTrainedModel, target), samples=False),
+        model=target,
+        draft=request.draft_of_call(target, samples=False),
         config=config,
         hooks=hooks,
         max_length=longest,
@@ -172,15 +171,26 @@ def end_tokens(config: GenerationConfig, tokenizer: Any) -> frozenset[int]:
     return frozenset([] if given is None else [given] if isinstance(given, int) else map(int, given))
 
 
-def _why_not(model: PreTrainedModel, settings: MergedSettings) -> str:
+def _why_not(model: PreTrainedModel, attachment: Attachment, settings: MergedSettings) -> str:
+    """Return why a running batch cannot serve this model with these drafts and settings; empty if it can."""
     changed = [name for name in UNSUPPORTED if getattr(settings, name, None) not in (None, DEFAULTS.get(name), 0)]
     if changed:
         return f"its generation config sets {', '.join(changed)}"
-    return "" if reread_of(model) is None else "it reads its whole text again at some length"
+    if reread_of(model) is not None:
+        return "it reads its whole text again at some length"
+    if ranks_of(model) is not None:
+        return "it is tensor parallel"
+    if attachment.candidates is not None:
+        return "a CandidateGenerator drafts, which follows one text from its beginning"
+    draft = attachment.draft
+    if isinstance(draft, TargetHead):
+        return f"{type(draft).__name__} drafts from the hidden states of the target, which are not kept row by row"
+    reason = _why_not_in_rows(model)
+    return reason if reason or draft is None else _why_not_in_rows(draft, "its draft")
 
 
-def _why_not_in_rows(model: PreTrainedModel) -> str:
+def _why_not_in_rows(model: PreTrainedModel, name: str = "it") -> str:
     """Return why rows of this model cannot take other texts; empty if they can."""
     if any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True)))):
-        return "it has recurrent layers"
-    return "its rotary embedding depends on the length of the text" if LengthDependentRotary(model) else ""
+        return f"{name} has recurrent layers"
+    return f"the rotary embedding of {name} depends on the length of the text" if LengthDependentRotary(model) else ""
