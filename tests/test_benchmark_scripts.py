@@ -28,6 +28,7 @@ latency = importlib.import_module("latency")
 overhead = importlib.import_module("overhead")
 pass_time = importlib.import_module("pass_time")
 predictions = importlib.import_module("predictions")
+scaling = importlib.import_module("scaling")
 serving = importlib.import_module("serving")
 
 
@@ -194,6 +195,13 @@ def test_script_writes_its_result(script, arguments, tmp_path, capsys):
 def test_overhead_compares_with_transformers(capsys):
     overhead.main(["--lengths", "2", "--max-new-tokens", "8", "--repeats", "1", "--json"])
     assert json.loads(capsys.readouterr().out)["ratio"] > 0
+
+
+def test_scaling_predicts_less_gain_for_more_users(capsys):
+    scaling.main(["--num-prompts", "1", "--max-new-tokens", "24"])
+    tables = capsys.readouterr().out.split("\n\n")
+    gains = [float(line.split("|")[4].strip(" x")) for line in tables[1].splitlines()[2:]]
+    assert len(tables) == 3 and gains == sorted(gains, reverse=True) and gains[0] > 1.5 > gains[-1] > 0.9
 
 
 @pytest.mark.slow

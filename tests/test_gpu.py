@@ -241,6 +241,24 @@ def test_the_draft_may_live_on_another_device(target, draft):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_target_and_draft_on_two_devices_overlap(place):
+    """The draft works while the target runs, and times are those of the devices, not of the launches."""
+    target = llama(seed=3, hidden=256, layers=8)
+    draft = noisy_copy(target, 0.05, 1)
+    other = "cuda" if place == "cpu" else "cpu"
+    model, draft = specbranch(target.to(place)), draft.to(other)
+    inputs = {name: each.to(place) for name, each in prompt(1).items()}
+    kwargs = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    expected = model.generate(**inputs, **kwargs, specbranch=False)
+    settings = config("specbranch", epsilon=0.0, overlap=True)
+    model.generate(**inputs, **kwargs, assistant_model=draft, specbranch=settings)  # captures
+    got = model.generate(**inputs, **kwargs, assistant_model=draft, specbranch=settings)
+    stats = model.specbranch_stats
+    assert torch.equal(got, expected)
+    assert stats.branch_hits > 0 and stats.hidden_fraction > 0.1, stats
+
+
 def kwargs_tensors(kwargs):
     return {name: value for name, value in kwargs.items() if torch.is_tensor(value)}
 

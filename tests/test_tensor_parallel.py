@@ -78,6 +78,7 @@ def outputs(folder, draft):
     wide = config("specbranch", tree_leaves=3, max_rejection_branches=4)
     for name, settings in (("lookup", lookup), ("wide", wide)):
         found[name] = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch=settings)
+    model.warm_up_specbranch(batch_sizes=(2,), max_length=32, progress=False)
     found["streamer"] = streamer = Columns()
     one = {name: each[:1] for name, each in inputs.items()}
     found["streamed"] = model.generate(**one, do_sample=False, max_new_tokens=NEW, streamer=streamer)
@@ -150,8 +151,12 @@ def failing(folder, draft):
     def broken(ids, scores):
         raise KeyError("a processor of rank 0")
 
+    def nested(ids, scores):
+        return scores + 0 * model.generate(**inputs, max_new_tokens=1).sum()
+
     for arguments in (
         {"logits_processor": [broken] if rank == 0 else []},
+        {"logits_processor": [nested]},
         {"specbranch": {"policy": "specbranch"}, "assistant_model": load_sharded(folder)},
         {"specbranch": {"runtime": "graph"}},
     ):
@@ -168,7 +173,8 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks(pair, tmp_path):
     first, second = Processes(2, tmp_path, failing, folder, draft).results()
     assert "a processor of rank 0" in first[0][0]
     assert "rank 0" in second[0][0] and "a processor of rank 0" in second[0][0]
-    assert first[0][1:] == second[0][1:] and "is tensor parallel" in first[0][1] and "runtime" in first[0][2]
+    assert "called while it generates" in first[0][1] and "called while it generates" in second[0][1]
+    assert first[0][2:] == second[0][2:] and "is tensor parallel" in first[0][2] and "runtime" in first[0][3]
     expected = target.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=8)
     assert torch.equal(first[2], expected) and torch.equal(second[2], expected)
     assert torch.equal(first[1], second[1])

@@ -44,8 +44,12 @@ def on_all_ranks(call: Call, run: Callable[[Call], Result]) -> Result:
 
 def _lead(call: Call, ranks: Ranks, run: Callable[[Call], Result]) -> Result:
     try:
-        with ranks.watched():
-            output, stats = run(call)
+        ranks.leading = True
+        try:
+            with ranks.watched():
+                output, stats = run(call)
+        finally:
+            ranks.leading = False
     except LostRank:
         raise
     except BaseException as error:

@@ -104,6 +104,10 @@ class Overlap:
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
+        # The host's clock must not be read while a GPU still works.
+        on_gpu = {device: device.type == "cuda" and not self.clock.by_events for device in (target, draft)}
+        self.waits_for = {"draft": draft, "verify": target, "branch": draft}
+        self.waits_for = {what: device for what, device in self.waits_for.items() if on_gpu[device]}
         self.spans = _no_spans()  # since the last `take`
 
     def __enter__(self) -> Overlap:
@@ -151,6 +155,8 @@ class Overlap:
         """Record when the work inside the context begins and ends, and count its forwards."""
         before, begin = self._counted(what), self.clock.now()
         yield
+        if what in self.waits_for:
+            torch.cuda.current_stream(self.waits_for[what]).synchronize()
         done = (after - once for once, after in zip(before, self._counted(what)))
         self.spans[what].append((begin, self.clock.now(), Totals(0.0, *done)))
 

@@ -78,6 +78,8 @@ class Ranks:
         self.first = dist.get_global_rank(group, 0)  # who decides
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.control = group  # between hosts
+        self.room = ROOM if device.type == "cpu" else 0
+        self.leading = False  # the other ranks wait for orders
         if device.type != "cpu":
             members = dist.get_process_group_ranks(group)
             self.control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
@@ -91,6 +93,11 @@ class Ranks:
 
     def agree(self, value: Value) -> Value:
         """Return the value of rank 0, on all ranks."""
+        if self.leading:
+            raise RuntimeError(
+                "generate() of a tensor parallel model was called while it generates, by a processor, a streamer or "
+                "another thread: calls must come one after the other"
+            )
         box = [value]
         with self.watched():
             dist.broadcast_object_list(box, src=self.first, group=self.control)
@@ -152,8 +159,8 @@ class Ranks:
 
     def send(self, order: Order, inputs: Tensor | None = None) -> None:
         """Send an order, and the inputs of its pass [B, Q, 7] if it is not captured."""
-        message = torch.zeros(len(Order._fields) + ROOM, dtype=torch.long)
-        fits = inputs is not None and inputs.device.type == "cpu" and inputs.numel() <= ROOM
+        message = torch.zeros(len(Order._fields) + self.room, dtype=torch.long)
+        fits = inputs is not None and inputs.numel() <= self.room
         order = order._replace(has_inputs=fits)
         message[: len(order)] = torch.tensor(list(map(int, order)))
         if inputs is not None and fits:
@@ -165,7 +172,7 @@ class Ranks:
 
     def receive(self, rows: int) -> tuple[Order, Tensor | None]:
         """Wait for the next order; return it with the inputs [B, Q, 7] if they come with it."""
-        message = torch.zeros(len(Order._fields) + ROOM, dtype=torch.long)
+        message = torch.zeros(len(Order._fields) + self.room, dtype=torch.long)
         with self.watched():
             dist.broadcast(message, src=self.first, group=self.control)
         numbers = message[: len(Order._fields)].tolist()
