@@ -11,6 +11,7 @@ import torch
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.selection import release
+from hf_specbranch.serving.batch_call import batch_settings
 
 from . import parallel
 from .graphs import run_graphs_on_cpu
@@ -164,6 +165,8 @@ def failing(folder, draft):
             model.generate(**inputs, do_sample=False, max_new_tokens=8, **arguments)
         except (KeyError, RuntimeError, ValueError) as error:
             errors.append(str(error))
+    with pytest.raises(ValueError, match="it is tensor parallel"):
+        batch_settings(model, settings={"policy": "autoregressive"})
     beams = model.generate(**inputs, num_beams=2, max_new_tokens=8)  # left to transformers
     return errors, beams, model.generate(**inputs, do_sample=False, max_new_tokens=8)
 

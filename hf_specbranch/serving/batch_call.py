@@ -179,7 +179,7 @@ def _why_not(model: PreTrainedModel, attachment: Attachment, settings: MergedSet
     if reread_of(model) is not None:
         return "it reads its whole text again at some length"
     if ranks_of(model) is not None:
-        return "it is tensor parallel"
+        return "it is tensor parallel, and only generate() tells the other ranks what to run"
     if attachment.candidates is not None:
         return "a CandidateGenerator drafts, which follows one text from its beginning"
     draft = attachment.draft
