@@ -4,6 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 COMPAT ?= .venv-compat
+# The oldest transformers that the package accepts, and further releases that `make matrix` tries.
+OLDEST ?= 5.15.0
+RELEASES ?= $(OLDEST) 5.17.0 5.19.0
 BIN := $(VENV)/bin
 # Test processes at a time; each uses one thread.
 JOBS ?= 2
@@ -11,7 +14,7 @@ JOBS ?= 2
 # come last, and some of these take the longest.
 SHARED := --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all environments lint docs clean
+.PHONY: demo test test-all matrix dist environments lint docs clean
 
 demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
 	$(BIN)/python examples/demo.py
@@ -23,6 +26,19 @@ test: environments lint  ## lint, types, the suite on the newest transformers, a
 test-all: environments lint  ## the same, with the long tests
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED)
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m compat
+
+matrix: $(VENV)/.ready  ## the tests for several releases of transformers, each in its own environment
+	@for release in $(RELEASES); do \
+		$(MAKE) --no-print-directory COMPAT=.venv-$$release OLDEST=$$release .venv-$$release/.ready && \
+		.venv-$$release/bin/python -m pytest -n $(JOBS) $(SHARED) -m "compat and not slow" || exit 1; \
+	done
+	$(BIN)/python -m pytest -n $(JOBS) $(SHARED) -m "not slow"
+
+dist: $(VENV)/.ready  ## the wheel and the source archive, checked
+	$(BIN)/python -m pip install -q -e ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 environments:  ## both at the same time
 	$(MAKE) --no-print-directory -j 2 $(VENV)/.ready $(COMPAT)/.ready
@@ -44,9 +60,9 @@ $(VENV)/.ready: pyproject.toml
 
 $(COMPAT)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/python -m pip install -q "$(TORCH)" "transformers==5.17.0"
+	$(COMPAT)/bin/python -m pip install -q "$(TORCH)" "transformers==$(OLDEST)"
 	$(COMPAT)/bin/python -m pip install -q -e ".[test,plot]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPAT) site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) .venv-* dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
