@@ -28,6 +28,7 @@ class SpecBranchStats:
         runtime: what ran the target: "eager" or "graph".
         draft_weights: "float8" or "int8" if a copy of the draft with such weights has drafted; else empty.
         draft_shortlist: how many tokens the draft could propose, if not all.
+        length_head: the head that was used: `org/head@commit`, or its folder; empty without one.
         slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
         graphs_captured: stages captured during this call, which takes time; later calls replay them.
         capture_seconds: time of this call that went into building kernels and capturing stages.
@@ -69,6 +70,7 @@ class SpecBranchStats:
     runtime: str = ""
     slowed_by: str = ""
     draft_weights: str = ""
+    length_head: str = ""
     draft_shortlist: int = 0
     graphs_captured: int = 0
     capture_seconds: float = 0.0

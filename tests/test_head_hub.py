@@ -2,7 +2,9 @@
 
 import json
 import logging
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +182,10 @@ def test_auto_takes_the_head_for_this_pair_and_says_which(named_pair, hub, caplo
     said = [record.message for record in caplog.records if record.name == "hf_specbranch"]
     sha = hub.repositories["org/fits"].names["main"]
     assert said == [f"length_head='auto': using org/fits at revision {sha}"]
+    large.generate(**kwargs, assistant_model=small, length_head="auto")
+    assert large.specbranch_stats.length_head == f"org/fits@{sha}"
+    large.generate(**kwargs, assistant_model=small, length_head=None)
+    assert large.specbranch_stats.length_head == ""
 
 
 @pytest.mark.parametrize("network", [True, False])
@@ -212,3 +218,22 @@ def test_the_command_says_errors_in_one_line(hub, capsys, monkeypatch):
     errors = capsys.readouterr().err
     assert ended.value.code == 1 and errors.startswith("error: length head org/nothing: there is no repository")
     assert len(errors.splitlines()) == 1
+
+
+def test_everything_is_published_to_a_namespace(hub, head, tmp_path, capsys, monkeypatch):
+    publish = runpy.run_path(str(Path(__file__).parent.parent / "examples/publish_to_hub.py"))["main"]
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    words = ["--namespace", "me", "--head", str(head.save_pretrained(tmp_path / "head"))]
+    publish(words)
+    assert not hub.repositories and "nothing was sent: add --upload" in capsys.readouterr().out
+    publish([*words, "--upload"])
+    target, draft = head.config.target.id, head.config.draft.id
+    name, demo = f"me/{target}-with-{draft}-length-head", "me/demo_pair-target-with-demo_pair-weak-length-head"
+    assert set(hub.repositories) == {"me/specbranch", name, demo}
+    files = hub.repositories["me/specbranch"].files("main")
+    assert {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"} <= set(files)
+    assert b'custom_generate="me/specbranch"' in files["README.md"]
+    assert hub_module.search(target, draft)[0].repo_id == name
+    fetched = LengthHead.from_pretrained(name, cache_dir=tmp_path / "fetched")
+    assert fetched.origin == f"{name}@{hub.repositories[name].names['main']}"
+    assert f'head="{demo}"' in hub.repositories[demo].files("main")["README.md"].decode()

@@ -25,6 +25,7 @@ from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
+from .hooks import LengthHeadHook
 from .loop import Parts, decode, read_prompt
 from .model_inputs import inputs_after_prompt, reread_of
 from .outputs import Recorder
@@ -69,6 +70,7 @@ def speculate(call: Call) -> tuple[Tensor | SpecBranchOutput, SpecBranchStats]:
             stats = SpecBranchStats(policy=call.config.policy)
             output = _generate(call, stats, began)
     stats.total_seconds = time.perf_counter() - began
+    stats.length_head = next((each.origin for each in call.all_hooks if isinstance(each, LengthHeadHook)), "")
     if call.padding:
         count_padding(call, stats)
     return output, stats

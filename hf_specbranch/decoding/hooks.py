@@ -106,7 +106,7 @@ class LengthHeadHook(SpeculationHook):
     """Sends what a length head (H-RAD) predicts: 0 sends nothing, 1 decides by confidence, 2 sends the whole draft."""
 
     def __init__(self, head: Callable[[Survivor], Tensor]) -> None:
-        self.head = head
+        self.head, self.origin = head, str(getattr(head, "origin", ""))
         self.feature_layers = tuple(getattr(head, "feature_layers", ()))
         self.fresh_drafts = _wants_fresh_drafts(head)
         self.draft_scores = bool(getattr(head, "draft_scores", False))

@@ -226,7 +226,7 @@ class BoundHead:
     fresh_drafts = True
 
     def __init__(self, head: HeadNetwork, embeddings: nn.Module) -> None:
-        self.embeddings = embeddings
+        self.embeddings, self.origin = embeddings, getattr(head, "origin", "")
         self.feature_layers = head.config.feature_layers
         self.draft_scores = head.config.reads_scores
         self.folded = self.settings = _FOLDED_HEADS.of(head, next(embeddings.parameters()))

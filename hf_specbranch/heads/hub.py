@@ -40,6 +40,7 @@ from .files import (
 from .network import HeadNetwork
 from .validation import HeadError, HeadUnavailableError
 
+LONGEST_NAME = 96  # characters of a repository's name
 Accept = Callable[[LengthHeadConfig], None]  # raises HeadError if a head with this config is not wanted
 
 
@@ -158,6 +159,28 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
     if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code in (401, 403):
         return f"access to {repo_id} was refused: check the token (`hf auth whoami`)"
     return f"the download of {repo_id} failed ({type(error).__name__}: {error}): try again"
+
+
+def origin_of(folder: Path) -> str:
+    """Return where a head came from: `org/head@commit` for a folder of the Hub's cache, else the folder.
+
+    Example:
+        >>> origin_of(Path("hub/models--org--head/snapshots/5f0c"))
+        'org/head@5f0c'
+    """
+    kind, _, name = folder.parent.parent.name.partition("--")
+    if folder.parent.name != "snapshots" or kind != "models":
+        return str(folder)
+    return f"{name.replace('--', '/', 1)}@{folder.name}"
+
+
+def repository_name(config: LengthHeadConfig) -> str:
+    """Return the name of the repository of a head, without the namespace: `<target>-with-<draft>-length-head`."""
+    target, draft = (model.id.rsplit("/")[-1] for model in (config.target, config.draft))
+    name = f"{target}-with-{draft}-length-head"
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{name} has {len(name)} characters: the Hub accepts {LONGEST_NAME}, choose a name")
+    return name
 
 
 def push(head: HeadNetwork, repo_id: str, private: bool, token: str | bool | None, revision: str | None) -> str:

@@ -42,6 +42,8 @@ class LengthHead(HeadNetwork):
         >>> out = model.generate(**tokenizer("def add(a, b):", return_tensors="pt"), max_new_tokens=16)
     """
 
+    origin = ""  # where it was loaded from: `org/head@commit`, or a folder
+
     def bind(self, target: PreTrainedModel) -> LengthHeadHook:
         """Return the head as a hook, on the target's device, reading the target's embeddings."""
         embeddings = target.get_input_embeddings()
@@ -109,6 +111,7 @@ class LengthHead(HeadNetwork):
         with torch.device("meta"):  # the weights come from the file
             head = cls(config)
         head.load_state_dict(tensors, strict=True, assign=True)
+        head.origin = hub.origin_of(folder)
         return head.eval()
 
     def push_to_hub(
