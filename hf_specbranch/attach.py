@@ -23,6 +23,7 @@ from .request import check_model, check_pair
 from .runtime.ranks import follows
 from .target_heads.calls import what_drafts
 from .target_heads.loading import load_head
+from .vocabularies import load_tokenizer, translation_for
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _TEMPORARY_CALLS = Lock()
@@ -32,7 +33,13 @@ LOOKUP = "lookup"
 
 
 def specbranch(
-    model: Model, draft: Any = None, head: Any = None, corpus: LookupCorpus | str | Path | None = None, **settings: Any
+    model: Model,
+    draft: Any = None,
+    head: Any = None,
+    corpus: LookupCorpus | str | Path | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    **settings: Any,
 ) -> Model:
     """Attach SpecBranch to a loaded model.
 
@@ -43,13 +50,15 @@ def specbranch(
 
     Args:
         model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
-        draft: what drafts where `generate()` is given no assistant: a smaller model with the same tokenizer; its folder
-            or repository id, which is loaded to the target's device in its dtype, or that of an EAGLE-3 draft; "mtp",
-            the multi-token-prediction layers of the target's checkpoint; "lookup"; a list of one of these and "lookup";
-            or a `CandidateGenerator` of transformers. By default, lookup drafts are used where they pay.
+        draft: what drafts where `generate()` is given no assistant: a smaller model; its folder or repository id, which
+            is loaded to the target's device in its dtype, or that of an EAGLE-3 draft; "mtp", the multi-token-prediction
+            layers of the target's checkpoint; "lookup"; a list of one of these and "lookup"; or a `CandidateGenerator`
+            of transformers. By default, lookup drafts are used where they pay.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
             none.
         corpus: texts in which lookup drafts are found besides the text itself: a `LookupCorpus`, or its file.
+        tokenizer: the target's, if the draft has another one. For a draft that is named, both are loaded too.
+        assistant_tokenizer: the draft's.
         settings: those of `SpecBranchConfig`, such as `policy="vanilla"`, where `generate()` is given none.
 
     Example:
@@ -63,13 +72,15 @@ def specbranch(
     config = SpecBranchConfig.from_dict(settings) if settings else None
     texts = corpus if corpus is None or isinstance(corpus, LookupCorpus) else LookupCorpus.load(corpus)
     candidates = _candidates(draft)
-    own_draft, looks_up = _sources(target, None if candidates is not None else draft)
+    tokenizers = _given_tokenizers(tokenizer, assistant_tokenizer)
+    own_draft, looks_up, tokenizers = _sources(target, None if candidates is not None else draft, tokenizers)
     warm_up_in_background(target.device)
     before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(
         draft=before.draft if draft is None else what_drafts(target, own_draft),
         candidates=before.candidates if draft is None else candidates,
         looks_up=before.looks_up if draft is None else looks_up,
+        tokenizers=before.tokenizers if draft is None and None in tokenizers else tokenizers,
         head=before.head if head is None else head,
         corpus=before.corpus if texts is None else texts,
         config=before.config if config is None else config,
@@ -89,29 +100,46 @@ def _candidates(given: Any) -> CandidateGenerator | None:
     return found[0]
 
 
-def _sources(target: PreTrainedModel, given: Any) -> tuple[PreTrainedModel | None, bool]:
-    """Return the draft model, if there is one, and whether lookup was named."""
+def _given_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
+    if (tokenizer is None) != (assistant_tokenizer is None):
+        missing = "tokenizer=, the target's" if tokenizer is None else "assistant_tokenizer=, the draft's"
+        raise ValueError(f"one tokenizer was given: pass {missing}, too")
+    return tokenizer, assistant_tokenizer
+
+
+def _sources(
+    target: PreTrainedModel, given: Any, tokenizers: tuple[Any, Any]
+) -> tuple[PreTrainedModel | None, bool, tuple[Any, Any]]:
+    """Return the draft model, if there is one, whether lookup was named, and the tokenizers of target and draft."""
     named = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     models = [each for each in named if each != LOOKUP]
     if len(models) > 1:
         raise ValueError(f"draft={given!r}: expected one draft model at most, and {LOOKUP!r}")
     if not models:
-        return None, LOOKUP in named
-    if is_named := isinstance(models[0], (str, Path)):
+        return None, LOOKUP in named, tokenizers
+    if isinstance(models[0], (str, Path)):
         if follows(target):  # rank 0 of a tensor parallel target has the draft
-            return None, LOOKUP in named
-    draft = _load(target, models[0]) if is_named else draft_model(models[0])
+            return None, LOOKUP in named, tokenizers
+        draft, tokenizers = _load(target, models[0], tokenizers)
+    else:
+        draft = draft_model(models[0])
     check_model(draft, "draft")
-    return draft, LOOKUP in named
+    return draft, LOOKUP in named, tokenizers
 
 
-def _load(target: PreTrainedModel, name: str | Path) -> PreTrainedModel:
-    """Load a draft to the target's device, in its dtype."""
+def _load(
+    target: PreTrainedModel, name: str | Path, tokenizers: tuple[Any, Any]
+) -> tuple[PreTrainedModel, tuple[Any, Any]]:
+    """Load a draft to the target's device, in its dtype, and both tokenizers if they differ."""
     if (head := load_head(target, name)) is not None:
-        return head
+        return head, (None, None)
     draft = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
-    check_pair(target, draft, None, None)
-    return cast(PreTrainedModel, draft.to(target.device).eval())
+    if None in tokenizers:
+        tokenizers = load_tokenizer(target.name_or_path), load_tokenizer(str(name))
+    check_pair(target, draft, *tokenizers)
+    if None in tokenizers or translation_for(target, draft, *tokenizers) is None:
+        tokenizers = None, None
+    return cast(PreTrainedModel, draft.to(target.device).eval()), tokenizers
 
 
 @contextmanager

@@ -18,6 +18,7 @@ class Attachment:
 
     draft: PreTrainedModel | None = None
     candidates: CandidateGenerator | None = None  # drafts in place of a model
+    tokenizers: tuple[Any, Any] = (None, None)  # the target's and the draft's, where they were given or loaded
     head: Any = None
     looks_up: bool = False  # lookup was named as a source of drafts
     corpus: LookupCorpus | None = None

@@ -24,12 +24,12 @@ from transformers.generation import CandidateGenerator
 from .attachment import Attachment
 from .config import SpecBranchConfig
 from .decoding.call import Call
-from .decoding.candidates import check_generator, settings_for_candidates
 from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
+from .draft_settings import settings_for_sources, tokenizers_of, with_translation
 from .heads.model import resolve_head
 from .model_state import draft_model, ranks_of
 from .padding_check import check_padded_batches
@@ -46,7 +46,6 @@ from .request import (
     lookup_on,
     warming_up,
     why_plain,
-    without_model,
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
@@ -154,15 +153,13 @@ class SpecBranchMixin(GenerationMixin):
             asked, assistant = ranks.agree((asked, None if assistant is None else True))
         if not asked and why_left_alone(model, settings):
             return plain()
-        if candidates is not None:
-            check_generator(candidates)
-            config = settings_for_candidates(config)
-        elif draft is None and config.policy == "auto":
-            config = without_model(config)
-        drafts = draft if candidates is None else candidates
+        tokenizers, translation = tokenizers_of(settings, attachment, assistant), None
 
         def why_not_served() -> str:
-            check_request(model, drafts, config, settings.tokenizer, settings.assistant_tokenizer)
+            nonlocal config, translation
+            config = settings_for_sources(config, draft, candidates)
+            check_request(model, draft if candidates is None else candidates, config, *tokenizers)
+            config, translation = with_translation(model, draft, config, tokenizers)
             return why_plain(model, draft, settings)
 
         reason = why_not_served() if ranks is None else ranks.agree_on(why_not_served)
@@ -172,7 +169,9 @@ class SpecBranchMixin(GenerationMixin):
         fills_cache = arguments.get("past_key_values") is not None
         config = replace(config, length_head=head)
         hooks, corpus = tuple(speculation_hooks), attachment.corpus
-        request = Request(config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked)
+        request = Request(
+            config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked, translation
+        )
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
@@ -266,6 +265,7 @@ class SpecBranchMixin(GenerationMixin):
             fills_cache=request.fills_cache,
             corpus=request.corpus,
             candidates=request.candidates,
+            translation=request.translation,
             observer=request.observer,
             ranks=ranks_of(model),
         )

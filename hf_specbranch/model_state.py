@@ -42,6 +42,7 @@ class ModelState:
         original: weakly refers to the model that it is a copy of.
         user: weakly refers to the call that runs such a copy.
         made_heads: drafts that read the hidden states of this target, as far as calls made them (`target_heads.calls`).
+        translation: the last translation between the target's tokenizer and a draft's (`vocabularies`).
         pairs: what the planner knows of this target with each draft, by state of their adapters (`planning.online`).
         ranks: the processes of a tensor parallel model (`runtime.ranks.Ranks`).
     """
@@ -64,6 +65,7 @@ class ModelState:
     original: Any = None
     user: Any = None
     made_heads: Any = None
+    translation: Any = None
     pairs: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
     ranks: Any = None
 

@@ -25,6 +25,7 @@ from .runtime.kv_cache import why_not_loaded
 from .runtime.positions import LengthDependentRotary
 from .runtime.recurrent_cache import is_recurrent
 from .target_heads.base import TargetHead
+from .vocabularies import Translation
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -136,13 +137,15 @@ class Request:
     candidates: CandidateGenerator | None  # drafts in place of a model
     observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
     asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
+    translation: Translation | None = None  # to the draft's tokenizer, if it is another one
     # Capture all stages instead of generating, and report progress here.
     warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
 
     def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
         """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
         config, draft = self.config, self.draft
-        if draft is None or isinstance(draft, TargetHead) or not POLICIES[config.policy].drafts:
+        has_copies = not isinstance(draft, TargetHead) and self.translation is None
+        if draft is None or not has_copies or not POLICIES[config.policy].drafts:
             return draft
         off = (None,) if draft.device.type == "cuda" else (None, "auto")
         if all(setting in off for setting in config.draft_form):
@@ -234,23 +237,16 @@ def _keeps_states_in_cache(model: PreTrainedModel) -> bool:
 
 
 def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse a draft with another vocabulary."""
+    """Refuse a draft with another vocabulary, unless both tokenizers are known (`vocabularies.translation_for`)."""
     ours, theirs = (model.config.get_text_config(decoder=True) for model in (target, draft))
-    remedy = "choose a draft that shares the target's tokenizer"
     names = f"target {_name(target)}: {ours.vocab_size} entries, draft {_name(draft)}: {theirs.vocab_size}"
-    if tokenizer is not None and draft_tokenizer is not None:
-        if tokenizer.get_vocab() != draft_tokenizer.get_vocab():
-            raise ValueError(
-                f"the tokenizers differ ({_name(tokenizer)} and {_name(draft_tokenizer)}; {names}): {remedy}"
-            )
-        return
-    if ours.vocab_size == theirs.vocab_size:
+    if ours.vocab_size == theirs.vocab_size or (tokenizer is not None and draft_tokenizer is not None):
         return
     padding = abs(ours.vocab_size - theirs.vocab_size) / max(ours.vocab_size, theirs.vocab_size)
     if padding > LARGEST_PADDING or ours.model_type != theirs.model_type:
         raise ValueError(
-            f"vocabulary sizes differ ({names}): {remedy}; if it does share it, pass tokenizer= and "
-            f"assistant_tokenizer= so that this can be checked"
+            f"vocabulary sizes differ ({names}): pass the target's tokenizer= and the draft's assistant_tokenizer=, or "
+            f"choose a draft that shares the target's tokenizer"
         )
 
 

@@ -150,12 +150,6 @@ def test_vocabularies_that_differ_are_refused_by_name(model):
         model.generate(**prompt(), max_new_tokens=3, assistant_model=other)
 
 
-def test_tokenizers_that_differ_are_refused_by_name(model, draft):
-    ours, theirs = letter_tokenizer(VOCABULARY, name_or_path="ours"), letter_tokenizer(40, name_or_path="theirs")
-    with pytest.raises(ValueError, match=r"the tokenizers differ \(ours and theirs"):
-        model.generate(**prompt(), max_new_tokens=3, assistant_model=draft, tokenizer=ours, assistant_tokenizer=theirs)
-
-
 def test_tokenizers_that_agree_allow_any_padding(target):
     tokenizer, draft = letter_tokenizer(VOCABULARY), llama(seed=0, vocabulary=64)
     kwargs = {**prompt(), "max_new_tokens": 12, "do_sample": False}

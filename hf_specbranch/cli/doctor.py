@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,7 +12,6 @@ from rich.table import Table
 from ..bench.prompts import python_prompts, read_prompts
 from ..checks import Check, versions
 from . import options
-from .names import Loading
 from .printing import Console, leaving_cleanly
 from .progress import showing_progress
 
@@ -56,10 +55,12 @@ def doctor(
             from ..doctor import examination_generations, measure_pair
             from ..pair_checks import check_everything
             from ..planning.simulate import save_agreements
+            from ..vocabularies import load_tokenizer
 
             progress.doing("loading the models")
             large, small, tokenizer = given.open_pair()
-        for check in check_everything(large, small, tokenizer, _tokenizer(small.name_or_path, given.loading)):
+            draft_tokenizer = load_tokenizer(small.name_or_path, **given.loading.draft)
+        for check in check_everything(large, small, tokenizer, draft_tokenizer):
             checks.append(check)
             if not as_json:
                 _show_check(check, console)
@@ -146,12 +147,3 @@ def _policies(report: Report) -> Table:
         measured = "" if row.measured is None else f"{row.measured:.1f}"
         table.add_row(row.name, f"{row.predicted:.1f}", measured, f"{row.ratio:.2f}")
     return table
-
-
-def _tokenizer(folder: str, loading: Loading) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, **loading.draft)
-    except (OSError, ValueError):  # a draft may come without one
-        return None

@@ -115,6 +115,8 @@ class Assembly(Sources):
             return False
         if self.head is not None:  # how well it agrees with a text depends on the target's states
             return False
+        if self.call.translation is not None:  # recordings compare tokens of one vocabulary
+            return False
         return self.call.config.policy == "auto" and not self.in_step and not self.given.hooks
 
     def parts(self) -> Parts:

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 from ..config import SpecBranchConfig
 from ..corpus import LookupCorpus
 from ..runtime.kv_cache import past_length
+from ..vocabularies import Translation
 from .hooks import LengthHeadHook, SpeculationHook
 from .loop import Parts
 from .model_inputs import USUAL_INPUTS
@@ -48,6 +49,7 @@ class Call:
     fills_cache: bool  # the caller's own past_key_values is to be kept up to date
     corpus: LookupCorpus | None = None  # where lookup drafts are found besides the text
     candidates: CandidateGenerator | None = None  # drafts in place of a model
+    translation: Translation | None = None  # to the draft's tokenizer, if it is another one
     observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
     pause: int | None = None  # the length of text at which this call ends and another continues
     ended: tuple[bool, ...] = ()  # rows that were complete before

@@ -65,15 +65,15 @@ class DraftModel:
         self.first.copy_(leading_padding(attention))
         columns = torch.arange(capacity, device=self.device)
         # Positions past the draft's context are clamped to its end: drafts there are weak, but must not fail.
-        last = None if runner.position_limit is None else runner.position_limit - 1
+        self.last_position = None if runner.position_limit is None else runner.position_limit - 1
         padding = (~attention).sum(1, keepdim=True).to(self.device)
         self.positions = buffers.tensor("draft.positions", (rows, capacity))  # by column
-        self.positions.copy_((columns - padding).clamp(min=0, max=last))
+        self.positions.copy_((columns - padding).clamp(min=0, max=self.last_position))
         self.shortlist: Shortlist | DraftVocabulary | None = state_of(runner.model).shortlist
         if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
             self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
-        # The first column that can be read again; a recurrent state before it is not kept.
+        # The first column that can be read again: for all rows, or [B, 1]. A recurrent state before it is not kept.
         self.earliest: int | Tensor = 0
         self.scorer: Scorer | None = None
         if processors:
@@ -83,6 +83,13 @@ class DraftModel:
         # A guide follows one pending draft, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
         self.guide = Guide.for_draft(processors, length, ends) if guided else None
+
+    def set_padding(self, padding: Tensor, length: int) -> None:
+        """Note how many columns [B, 1] come before each row's text, in a prompt of `length` columns."""
+        columns = torch.arange(self.seen.shape[1], device=self.device)
+        self.first.copy_(padding)
+        self.seen.copy_((columns >= padding) | (columns >= length))
+        self.positions.copy_((columns - padding).clamp(min=0, max=self.last_position))
 
     def prefix_length(self, length: int, start: Tensor) -> int:
         """Return how many columns to prefill: what is read again from `start` [B] on must not be in a state yet."""

@@ -233,7 +233,7 @@ class TorchDraftOps:
             if not bool((wanted & (pending.cached < pending.end)).any()):
                 return None
             queries = max(1, int((pending.end - pending.cached).max()))
-        columns = (pending.end[:, None] - queries + pending.offsets[:queries]).clamp(min=model.earliest)  # [B, Q]
+        columns = torch.clamp(pending.end[:, None] - queries + pending.offsets[:queries], min=model.earliest)  # [B, Q]
         return ForwardInputs(
             pending.ids.gather(1, columns),
             columns,

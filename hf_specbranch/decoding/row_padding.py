@@ -50,7 +50,7 @@ def can_be_padded(call: Call) -> bool:
     config, past = call.generation_config, call.past
     if config.do_sample or call.streamer is not None or call.records or call.observer is not None:
         return False
-    if call.candidates is not None:
+    if call.candidates is not None or call.translation is not None:
         return False
     if call.pause is not None or call.stopper.called or call.all_hooks or (past is not None and past_length(past)):
         return False

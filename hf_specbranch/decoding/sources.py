@@ -29,7 +29,9 @@ from .lookup import Lookup, LookupDraft, PassTimes, lengths_up_to
 from .loop import NoDraft, Parts
 from .outputs import Recorder
 from .policies import POLICIES, Policy
+from .reencoded import EXPANSION, LOOKBEHIND, READ, ReencodedDraft
 from .several_sources import LookupBesideDraft
+from .shared_vocabulary import TranslatedDrafter, TranslatedDraftModel, spare_columns
 from .text import Stopper
 from .text_index import LONGEST
 from .triton_draft_ops import TritonDraftOps, kernels_know
@@ -70,6 +72,8 @@ class Sources:
             return self.candidates
         drafter = None
         if self.draft_runner is not None and policy.drafts:
+            if self._reencodes(plan, policy):
+                return self._reencoded_draft(plan, self.draft_runner, parts)
             drafter = self._drafter(plan, self.draft_runner, parts)
             parts.target.states = parts.verifier.states = drafter.model.states
         if not plan.lookup_tokens or (drafter is not None and not self._may_look_up_beside(policy)):
@@ -79,6 +83,29 @@ class Sources:
         if drafter is None:
             return lookup
         return LookupBesideDraft(drafter, lookup, self.step_costs(max(parts.text.lengths)))
+
+    def _draws(self) -> bool:
+        """Whether drafts are drawn from the draft's distribution."""
+        return self.samples and not self.in_step and self.call.draws_drafts
+
+    def _reencodes(self, plan: SpecBranchConfig, policy: Policy) -> bool:
+        """Whether a draft with another tokenizer continues the text, and does not propose shared tokens.
+
+        Text has no distribution over the target's tokens, and nothing can be drafted ahead or looked up beside it.
+        """
+        ahead = policy.drafts_ahead or plan.lookup_tokens > 0
+        return self.call.translation is not None and not self._draws() and not ahead
+
+    def _reencoded_draft(self, plan: SpecBranchConfig, runner: EagerRunner, parts: Parts) -> ReencodedDraft:
+        text, gamma, translation = parts.text, plan.draft_length, self.call.translation
+        assert translation is not None
+        capacity = runner.columns(EXPANSION * self.reach + 2 * (gamma + max(READ)))
+        buffers = self.buffers_for(runner, runner.device, (text.serial, capacity, gamma, translation.serial))
+        lookbehind = self.call.generation_config.assistant_lookbehind
+        return ReencodedDraft(
+            runner, buffers, text, self._own_attention, translation, gamma, plan.threshold(),
+            LOOKBEHIND if lookbehind is None else lookbehind, self.stats, capacity,
+        )  # fmt: skip
 
     def _may_look_up_beside(self, policy: Policy) -> bool:
         """Whether looked-up tokens may replace drafts: rows have none pending, and no hook follows drafts."""
@@ -105,13 +132,16 @@ class Sources:
         alternatives = min(plan.max_branches, self.vocabulary, runner.vocabulary)
         branches = alternatives if policy.forks else 1
         rejection_branches, leaves = self._speculated_widths(plan, policy, alternatives)
-        draws = self.samples and not self.in_step and call.draws_drafts
-        capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1))
+        draws = self._draws()
+        translation = call.translation
+        spare = 0 if translation is None else spare_columns(self.reach)
+        capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1) + spare)
         counts = (gamma, branches, rejection_branches, leaves)
         epsilon = plan.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
         hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
-        baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary)
+        serial = None if translation is None else translation.serial
+        baked = (text.serial, capacity, alternatives, *counts, policy.name, draws, self.vocabulary, serial)
         buffers = self.buffers_for(runner, runner.device, (*baked, hooks.settings))
         own = self._own_attention.to(runner.device)
         ends = frozenset(self.stopper.eos)
@@ -121,6 +151,8 @@ class Sources:
         in_blocks = head is not None and head.block > 0
         kind = BlockModel if in_blocks else HeadModel
         model = DraftModel(*given) if head is None else kind(*given, text, gamma, layers)
+        if translation is not None:
+            model = TranslatedDraftModel(*given, translation=translation, spare=spare)
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
@@ -132,6 +164,9 @@ class Sources:
         limit = self.stopper.max_length
         round = DraftRound(buffers, pending, side, rejections, policy, *counts, limit, self.vocabulary)
         ops: DraftOps = (BlockDraftOps if in_blocks else TorchDraftOps)(round, model, hooks)
+        if translation is not None:
+            parts_of_it = buffers, model, round, ops, hooks, self.stats
+            return TranslatedDrafter(*parts_of_it, text=text, attention=self._own_attention)
         if self.in_triton and head is None and kernels_know(policy, gamma, hooks):
             ops = TritonDraftOps(round, model, hooks, buffers)
         return Drafter(buffers, model, round, ops, hooks, self.stats)

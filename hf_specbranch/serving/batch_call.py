@@ -137,6 +137,8 @@ def batch_settings(
     if draft is None and config.policy == "auto":
         config = without_model(config)
     check_request(target, draft, config, tokenizer, None)
+    if draft is not None and None not in attachment.tokenizers:
+        raise ValueError(f"the draft {type(draft).__name__} has another tokenizer, which a running batch cannot serve")
     if reason := why_plain(target, draft, own) or _why_not(target, attachment, own):
         raise ValueError(f"{type(target).__name__} cannot run in a running batch: {reason}")
     head, hooks = config.length_head or attachment.head, tuple[SpeculationHook, ...]()
