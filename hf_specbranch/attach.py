@@ -51,9 +51,9 @@ def specbranch(
     Args:
         model: a decoder-only transformers model, or a PEFT model around one. Adapters may be switched between calls.
         draft: what drafts where `generate()` is given no assistant: a smaller model; its folder or repository id, which
-            is loaded to the target's device in its dtype, or that of an EAGLE-3 draft; "mtp", the multi-token-prediction
-            layers of the target's checkpoint; "lookup"; a list of one of these and "lookup"; or a `CandidateGenerator`
-            of transformers. By default, lookup drafts are used where they pay.
+            is loaded to the target's device in its dtype, or that of an EAGLE-3 draft; "mtp", the target's own layers
+            for multi-token prediction; "lookup"; a list of one of these and "lookup"; or a `CandidateGenerator` of
+            transformers. By default, lookup drafts are used where they pay.
         head: a length head (a `LengthHead`, a folder, a repository id or "auto"), used where `generate()` is given
             none.
         corpus: texts in which lookup drafts are found besides the text itself: a `LookupCorpus`, or its file.

@@ -12,12 +12,14 @@ from .attach import specbranch
 from .checks import FAILED, Check, versions
 from .config import SpecBranchConfig
 from .decoding.assembly import is_cheap
+from .other_tokenizer import TranslationCosts, measure_translation
 from .pair_checks import check_everything
 from .planning.chooser import choose, describe, plans_within
 from .planning.measure import Inputs, Measurement, generations, measure_costs
 from .planning.simulate import Agreement, predict
 from .planning.tune import Ranked, rank, record_all
 from .progress import Progress
+from .vocabularies import translation_for
 
 NOTICEABLE = 1.05  # a gain below this is not worth a second model in memory
 
@@ -28,8 +30,8 @@ class Row:
 
     name: str
     settings: dict[str, Any]
-    predicted: float
-    ratio: float  # of the predicted speed to plain generate()
+    predicted: float | None  # None if nothing can be predicted
+    ratio: float  # of the predicted speed, or of the measured one, to plain generate()
     measured: float | None = None
 
 
@@ -44,9 +46,11 @@ class Report:
         costs: milliseconds per step, and the hidden fraction of overlapped drafting.
         plain: tokens per second of plain `generate()`.
         policies: a prediction for each policy at its default settings and at its best, and for `policy="auto"`.
+        explained: what sharing costs, in words.
         planned: the plan that `policy="auto"` would choose at these costs, in words.
         recommended: the settings to use; None if plain decoding is faster or a check failed.
         prediction_error: the median relative error of the predictions.
+        sharing: how much two vocabularies share, if the draft has another tokenizer; see `TranslationCosts`.
         recording: a recording of agreement per text, as `planning.predict` takes it. Not part of `to_dict`.
     """
 
@@ -59,6 +63,8 @@ class Report:
     planned: str = ""
     recommended: dict[str, Any] | None = None
     prediction_error: float = 0.0
+    sharing: dict[str, float] = field(default_factory=dict)
+    explained: str = ""
     recording: list[Agreement] = field(default_factory=list)
 
     @property
@@ -92,7 +98,7 @@ def examine(
         target: the target model.
         draft: the draft model.
         tokenizer: the target's tokenizer.
-        draft_tokenizer: the draft's tokenizer, to be compared with the target's; None if there is none.
+        draft_tokenizer: the draft's tokenizer, which may be another one; None if there is none.
         prompts: texts like those the pair is meant for.
         max_new_tokens: tokens to generate per prompt.
         max_draft_length: gamma of the settings that are measured.
@@ -112,7 +118,7 @@ def examine(
     checks = [versions(), *check_everything(target, draft, tokenizer, draft_tokenizer)]
     return measure_pair(
         checks, target, draft, tokenizer, prompts, max_new_tokens, max_draft_length, max_branches, repeats, runtime,
-        progress,
+        progress, draft_tokenizer,
     )  # fmt: skip
 
 
@@ -128,6 +134,7 @@ def measure_pair(
     repeats: int = 2,
     runtime: str = "auto",
     progress: Progress | None = None,
+    draft_tokenizer: Any = None,
 ) -> Report:
     """Continue an examination after its checks, as `check_everything` yields them; the arguments are `examine`'s."""
     if failed := [check for check in checks if check.state == FAILED]:
@@ -135,10 +142,15 @@ def measure_pair(
     progress = progress or Progress()
     model = specbranch(target)
     inputs: list[Inputs] = [dict(tokenizer(text, return_tensors="pt").to(target.device)) for text in prompts]
+    if draft_tokenizer is not None and translation_for(target, draft, tokenizer, draft_tokenizer) is not None:
+        found = measure_translation(
+            model, draft, tokenizer, draft_tokenizer, inputs, max_new_tokens, max_draft_length, runtime, repeats,
+            progress,
+        )  # fmt: skip
+        return _nothing_measured(checks) if found is None else _conclude_translated(checks, found)
     inputs, agreements = record_all(model, draft, inputs, max_new_tokens, progress)
     if not agreements:
-        checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
-        return Report(checks, "Nothing could be measured: " + checks[-1].found)
+        return _nothing_measured(checks)
     measurement = measure_costs(
         model, draft, inputs, agreements, max_draft_length, max_branches, runtime, repeats, progress
     )
@@ -153,6 +165,26 @@ def examination_generations(prompts: int, repeats: int = 2) -> int:
 # ---- conclusions
 
 
+def _nothing_measured(checks: list[Check]) -> Report:
+    checks.append(Check("text", FAILED, "the target ends every text after one token: give other prompts"))
+    return Report(checks, "Nothing could be measured: " + checks[-1].found)
+
+
+def _conclude_translated(checks: list[Check], found: TranslationCosts) -> Report:
+    rows = [
+        Row(name, found.settings[name].to_dict(), None, speed / found.plain, speed)
+        for name, speed in found.speeds.items()
+    ]
+    drafts = {name: speed for name, speed in found.speeds.items() if name != "autoregressive"}
+    best, alone = max(drafts, key=drafts.__getitem__), max(found.plain, found.speeds["autoregressive"])
+    verdict, worthwhile = _verdict(best, drafts[best], alone, "reached")
+    recommended = found.settings[best].to_dict() if worthwhile else None
+    return Report(
+        checks, verdict, plain=found.plain, policies=rows, recommended=recommended, sharing=found.sharing,
+        explained=found.in_words(),
+    )  # fmt: skip
+
+
 def _conclude(
     checks: list[Check], agreements: list[Agreement], measurement: Measurement, runtime: str, cheap: bool
 ) -> Report:
@@ -160,13 +192,15 @@ def _conclude(
     ranked = rank(agreements, costs, runtime=runtime, captured=measurement.captured, cheap=cheap)
     rows = [_row(name, measurement, plain) for name in ("autoregressive", "vanilla", "pearl", "specbranch")]
     for policy in ("vanilla", "pearl", "specbranch"):
-        best = next(each for each in ranked if each.config.policy == policy)
-        rows.append(Row(f"{policy}, best", best.config.to_dict(), *_speeds(best, plain)))
+        fastest = next(each for each in ranked if each.config.policy == policy)
+        rows.append(Row(f"{policy}, best", fastest.config.to_dict(), *_speeds(fastest, plain)))
     auto = SpecBranchConfig(runtime=runtime)
     choice = choose(plans_within(auto, measurement.captured), agreements, costs, measurement.captured)
     rows.append(Row("auto", auto.to_dict(), choice.tokens_per_second, choice.tokens_per_second / plain))
     alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
-    verdict, worthwhile = _verdict(ranked[0], alone, plain)
+    best = ranked[0]
+    speed = best.prediction.tokens_per_second
+    verdict, worthwhile = _verdict(best.config.policy, speed, max(alone, plain), "is predicted to reach")
     return Report(
         checks=checks,
         verdict=verdict,
@@ -175,7 +209,7 @@ def _conclude(
         plain=plain,
         policies=rows,
         planned=describe(choice.plan, choice.plan.overlap),
-        recommended=ranked[0].config.to_dict() if worthwhile else None,
+        recommended=best.config.to_dict() if worthwhile else None,
         prediction_error=measurement.error,
         recording=agreements,
     )
@@ -192,14 +226,21 @@ def _speeds(ranked: Ranked, plain: float) -> tuple[float, float]:
     return speed, speed / plain
 
 
-def _verdict(best: Ranked, alone: float, plain: float) -> tuple[str, bool]:
-    speed = best.prediction.tokens_per_second
-    ratio = speed / max(alone, plain)
-    over = f"{ratio:.2f}x the speed of decoding without a draft ({max(alone, plain):.0f} tokens per second)"
+def _verdict(best: str, speed: float, alone: float, reaches: str) -> tuple[str, bool]:
+    """Return the answer, and whether to speculate.
+
+    Args:
+        best: names the fastest settings.
+        speed: their tokens per second.
+        alone: those of decoding without a draft.
+        reaches: whether this was predicted or measured, in words.
+    """
+    ratio = speed / alone
+    over = f"{ratio:.2f}x the speed of decoding without a draft ({alone:.0f} tokens per second)"
     if ratio >= NOTICEABLE:
-        return f"Worth it: {best.config.policy} is predicted to reach {speed:.0f} tokens per second, {over}.", True
+        return f"Worth it: {best} {reaches} {speed:.0f} tokens per second, {over}.", True
     if ratio >= 1:
-        return f"Hardly worth it: the best settings are predicted to reach {over}.", True
+        return f"Hardly worth it: {best} {reaches} {over}.", True
     return (
         f"Not worth it here: speculation would be slower, {over} at its best. Use plain generate(), a faster draft, or "
         f"a draft that agrees more often.",

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from .checks import FAILED, OK, WARNING, Check
 from .model_state import weight_bytes
+from .other_tokenizer import describe_sharing
 from .request import check_model, check_pair
 from .runtime.mask_probe import mask_maker_for
 from .runtime.selection import why_not_captured
+from .vocabularies import translation_for
 
 CACHE_TOKENS = 4096  # the context length for which the size of the KV caches is reported
 
@@ -30,15 +32,25 @@ def check_everything(
     if draft_tokenizer is None:
         tokenizers = Check("tokenizers", WARNING, "the draft has none: it is assumed to use the target's")
     else:
-        compare = "the same entries in both"
-        tokenizers = _try("tokenizers", lambda: check_pair(target, draft, tokenizer, draft_tokenizer), compare)
-        if tokenizers.state == OK and vocabulary.state != OK:  # with equal tokens, different sizes are padding
-            vocabulary = Check("vocabulary", OK, "padded differently")
+        tokenizers = _tokenizers(target, draft, tokenizer, draft_tokenizer)
+        if vocabulary.state != OK and tokenizers.state != FAILED:
+            same = tokenizers.state == OK  # with equal tokens, different sizes are padding
+            vocabulary = Check("vocabulary", OK, "padded differently" if same else f"{sizes[0]} and {sizes[1]} entries")
     yield from (models, vocabulary, tokenizers, _devices(target, draft), _memory(target, draft))
     if all(check.state != FAILED for check in (models, vocabulary, tokenizers)):
         yield _capture(target, draft)
         attention = target.config.get_text_config(decoder=True)._attn_implementation
         yield _try("attention", lambda: _probe(target, draft), f"{attention}, obeys explicit masks")
+
+
+def _tokenizers(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> Check:
+    try:
+        translation = translation_for(target, draft, tokenizer, draft_tokenizer)
+    except ValueError as error:
+        return Check("tokenizers", FAILED, str(error))
+    if translation is None:
+        return Check("tokenizers", OK, "the same entries in both")
+    return Check("tokenizers", WARNING, describe_sharing(translation))
 
 
 def _try(name: str, check: Callable[[], Any], found: str) -> Check:

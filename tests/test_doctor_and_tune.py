@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, specbranch
-from hf_specbranch.checks import FAILED
+from hf_specbranch.checks import FAILED, WARNING
 from hf_specbranch.cli import app
 from hf_specbranch.cli.progress import showing_progress
 from hf_specbranch.doctor import examination_generations, examine
 from hf_specbranch.families.tiny import language_models
+from hf_specbranch.other_tokenizer import METHODS
 from hf_specbranch.pair_checks import check_everything
 from hf_specbranch.planning.measure import TimedRounds, fit_costs
 from hf_specbranch.planning.simulate import ABSENT, Agreement, StepCosts, record_agreement, replay
@@ -23,6 +24,7 @@ from hf_specbranch.progress import Progress
 
 from .models import VOCABULARY, attached, llama, prompt
 from .tokens import letter_tokenizer
+from .two_tokenizers import pair
 
 PROMPT = "abcdefg"
 COSTS = StepCosts(target_pass=0.010, target_token=0.0002, draft_step=0.001, draft_branch=0.0002, hidden=0.8)
@@ -131,15 +133,26 @@ def test_doctor_says_when_speculation_is_slower(target, stranger):
 
 def test_other_vocabulary_cannot_be_used(target):
     foreign = llama(seed=1, vocabulary=64)
-    report = examine(attached(target), foreign, letter_tokenizer(VOCABULARY), letter_tokenizer(64), [PROMPT])
+    report = examine(attached(target), foreign, letter_tokenizer(VOCABULARY), None, [PROMPT])
     assert not report.usable and "This pair cannot be used: " in report.verdict and not report.policies
 
 
-def test_different_tokenizers_fail_the_check(target, draft):
+def test_different_tokenizers_are_a_warning(target, draft):
     ours = letter_tokenizer(VOCABULARY)
     theirs = letter_tokenizer(VOCABULARY)
     theirs.add_tokens(["extra"])
-    assert states(check_everything(target, draft, ours, theirs))["tokenizers"] == FAILED
+    assert states(check_everything(target, draft, ours, theirs))["tokenizers"] == WARNING
+
+
+def test_doctor_says_what_two_vocabularies_share():
+    target, draft, *both = pair()
+    report = examine(attached(target), draft, *both, ["The quick", "def area"], 12, repeats=1)
+    words = {check.name: check.found for check in report.checks}["tokenizers"]
+    assert report.usable and f"they differ: {report.sharing['tokens']} tokens are shared, " in words
+    assert 0.5 < report.sharing["of_target"] < 1.0 < report.sharing["draft_tokens_per_token"]
+    assert {row.name for row in report.policies} == set(METHODS) and all(row.measured > 0 for row in report.policies)
+    assert "of the tokens in these texts" in report.explained
+    json.dumps(report.to_dict())
 
 
 def test_attention_without_masks_fails_the_check(target, draft):

@@ -77,6 +77,7 @@ def doctor(
                 repeat,
                 runtime or "auto",
                 progress,
+                draft_tokenizer,
             )
         if recording is not None:
             save_agreements(report.recording, recording)
@@ -94,7 +95,10 @@ def doctor(
 
 def show(report: Report, console: Console) -> None:
     """Print what was measured and what follows from it, at any terminal width."""
-    if report.policies:
+    if report.explained:
+        console.print(f"\n{report.explained}\n")
+        console.print(_policies(report))
+    elif report.policies:
         agree, costs = report.agreement, report.costs
         console.print(
             f"\nThe draft's first choice is the target's token at {agree['first']:.0%} of {agree['tokens']} positions, "
@@ -145,5 +149,6 @@ def _policies(report: Report) -> Table:
     table.add_row("plain generate()", "", f"{report.plain:.1f}", "1.00")
     for row in report.policies:
         measured = "" if row.measured is None else f"{row.measured:.1f}"
-        table.add_row(row.name, f"{row.predicted:.1f}", measured, f"{row.ratio:.2f}")
+        predicted = "" if row.predicted is None else f"{row.predicted:.1f}"
+        table.add_row(row.name, predicted, measured, f"{row.ratio:.2f}")
     return table

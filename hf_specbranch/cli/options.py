@@ -176,9 +176,12 @@ class GenerationOptions(ModelOptions):
         else:
             target, draft, tokenizer = open_pair(self.target, name, self.device, self.dtype, self.threads, self.loading)
         from ..attach import specbranch
+        from ..vocabularies import load_tokenizer
 
         sources = [draft] * (name is not None) + ["lookup"] * looks_up
-        return specbranch(target, draft=sources, corpus=self.corpus), tokenizer
+        other = load_tokenizer(draft.name_or_path, **self.loading.draft) if draft is not None and self.target else None
+        both = {} if other is None else {"tokenizer": tokenizer, "assistant_tokenizer": other}
+        return specbranch(target, draft=sources, corpus=self.corpus, **both), tokenizer
 
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
