@@ -101,7 +101,7 @@ class Sources:
         assert translation is not None
         capacity = runner.columns(EXPANSION * self.reach + 2 * (gamma + max(READ)))
         buffers = self.buffers_for(runner, runner.device, (text.serial, capacity, gamma, translation.serial))
-        lookbehind = self.call.generation_config.assistant_lookbehind
+        lookbehind = getattr(self.call.generation_config, "assistant_lookbehind", None)
         return ReencodedDraft(
             runner, buffers, text, self._own_attention, translation, gamma, plan.threshold(),
             LOOKBEHIND if lookbehind is None else lookbehind, self.stats, capacity,
