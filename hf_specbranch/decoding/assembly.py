@@ -235,7 +235,8 @@ class Assembly(Sources):
         if self.static_shapes:
             self.runner.plans_run.add(self._stages(plan))
         source = self.source_of(plan, parts)
-        return parts._replace(drafter=source, accounting=Accounting(self.stats, source.depth))
+        accounting = Accounting(self.stats, source.depth, getattr(source, "keeps_drafts", True))
+        return parts._replace(drafter=source, accounting=accounting)
 
     def _stages(self, plan: SpecBranchConfig) -> PlanRun:
         """Name the stages of a plan: everything that makes them differ from those of another plan or call."""

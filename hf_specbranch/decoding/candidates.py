@@ -111,7 +111,7 @@ class CandidateDraft:
         forced: send so many tokens without asking; for a warm-up.
     """
 
-    depth, same_every_round = 0, False
+    depth, same_every_round, keeps_drafts = 0, False, False
 
     def __init__(
         self,

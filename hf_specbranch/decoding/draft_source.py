@@ -25,6 +25,8 @@ class DraftSource(Protocol):
         max_tokens_per_round: the most tokens that a round can add to a text.
         same_every_round: a round launches the same work whatever the last verify result was, so that the next round may
             start before the host has read it.
+        keeps_drafts: what is left of a draft stays pending, where a round commits less than was accepted (rows in
+            step). A source that drafts anew in every round sets it to False; it may be missing, for True.
     """
 
     name: str

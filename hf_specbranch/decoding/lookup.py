@@ -198,7 +198,7 @@ class LookupDraft:
             what was captured before.
     """
 
-    depth, same_every_round = 0, True
+    depth, same_every_round, keeps_drafts = 0, True, False
 
     def __init__(
         self,

@@ -289,10 +289,11 @@ class Accounting:
     Args:
         stats: where to count.
         depth: tokens of a side branch after its first.
+        keeps_drafts: what is left of a draft stays pending. Otherwise the source drafts anew in every round.
     """
 
-    def __init__(self, stats: SpecBranchStats, depth: int) -> None:
-        self.stats, self.depth = stats, depth
+    def __init__(self, stats: SpecBranchStats, depth: int, keeps_drafts: bool = True) -> None:
+        self.stats, self.depth, self.keeps_drafts = stats, depth, keeps_drafts
         self.uncounted: list[tuple[VerifyResult, RowResult, Resolution, str]] = []
         self.pending: list[int] = []  # drafted tokens after the text of each unfinished row
 
@@ -300,6 +301,8 @@ class Accounting:
         """Take a round of a draft source; `flush` counts it."""
         self.flush()
         resolved = [result.resolve(row.committed, row.finished, self.depth) for result, row in zip(results, rows)]
+        if not self.keeps_drafts:
+            resolved = [each._replace(pending=0, rolled_back=each.rolled_back + each.pending) for each in resolved]
         self.uncounted = [(*each, source) for each in zip(results, rows, resolved)]
         self.pending = [each.pending for each, row in zip(resolved, rows) if not row.finished]
 
