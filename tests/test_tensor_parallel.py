@@ -14,6 +14,7 @@ from hf_specbranch.runtime.selection import release
 from hf_specbranch.serving.batch_call import batch_settings
 
 from . import parallel
+from .families import make
 from .graphs import run_graphs_on_cpu
 from .models import POLICIES, config, noisy_copy, prompt
 from .parallel import Processes, load_sharded, saved_pair
@@ -292,3 +293,26 @@ def test_many_cases_equal_one_process_and_plain_generate(count, pair, tmp_path):
         expected = target.generate(**inputs, do_sample=False, **more)
         found = [text for texts in ranks for text in texts[2 * index : 2 * index + 2]]  # ours and plain
         assert all(torch.equal(text, expected) for text in found), cases[index]
+
+
+def of_family(folder, draft):
+    model = load_sharded(folder)
+    texts = [model.generate(**prompt(2, 9, seed=3), do_sample=False, max_new_tokens=10)]
+    specbranch(model, draft=draft)
+    for policy in ("vanilla", "specbranch"):
+        texts.append(
+            model.generate(**prompt(2, 9, seed=3), do_sample=False, max_new_tokens=10, specbranch=config(policy))
+        )
+        assert model.specbranch_stats is not None
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "gpt-oss", "gemma2", "phi3", "glm4", "gpt2"])
+def test_families_equal_plain_generate(name, tmp_path):
+    """Mixtures of experts, joint projections, windows, and a model without a plan."""
+    target = make(name)
+    target.save_pretrained(tmp_path / "target")
+    draft = noisy_copy(target, noise=0.1, seed=1)
+    for plain, *ours in Processes(2, tmp_path, of_family, str(tmp_path / "target"), draft).results():
+        assert all(torch.equal(text, plain) for text in ours)
