@@ -152,7 +152,11 @@ sys.modules["triton"] = None  # its import fails, as on Windows and macOS
 import hf_specbranch
 for module in pkgutil.walk_packages(hf_specbranch.__path__, "hf_specbranch."):
     if not module.name.endswith(("__main__", "ray_serve")):  # Ray is an extra
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("ray", "starlette", "uvicorn"):  # extras
+                raise
 """
 
 

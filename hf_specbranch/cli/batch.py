@@ -28,6 +28,9 @@ def batch(
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the models, with --ray.")] = 1,
     config: options.Config = None,
     policy: options.Policy = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
@@ -46,8 +49,10 @@ def batch(
         jobs = read_jobs(prompts)
         options.check_file("--out", out)
         given = options.GenerationOptions(
-            target=target, draft=draft, config=config, policy=policy, device=device, dtype=dtype, threads=threads
-        )
+            target=target, draft=draft, revision=revision, draft_revision=draft_revision,
+            trust_remote_code=trust_remote_code, config=config, policy=policy, device=device, dtype=dtype,
+            threads=threads,
+        )  # fmt: skip
         settings = given.settings()
         if ray:
             from .serve import check_ray

@@ -36,6 +36,9 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long running requests may take at the end.")] = 30.0,
     config: options.Config = None,
     policy: options.Policy = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     threads: options.Threads = 0,
@@ -56,8 +59,10 @@ def serve(
         if ray:
             check_ray("serve from this process alone with --no-ray")
         given = options.GenerationOptions(
-            target=target, draft=draft, config=config, policy=policy, device=device, dtype=dtype, threads=threads
-        )
+            target=target, draft=draft, revision=revision, draft_revision=draft_revision,
+            trust_remote_code=trust_remote_code, config=config, policy=policy, device=device, dtype=dtype,
+            threads=threads,
+        )  # fmt: skip
         settings = given.settings()
         keys = [*(api_key or []), *filter(None, os.environ.get(KEYS, "").split(","))]
         from ..serving.service import Limits
