@@ -54,7 +54,7 @@ def test_train_and_use_head(capsys):
 
 
 def test_train_eagle3(capsys, tmp_path):
-    printed = run("train_eagle3", str(tmp_path), 8, 2, 0, 1, 8, capsys=capsys)
+    printed = run("train_eagle3", str(tmp_path), 8, 1, 0, 1, 4, capsys=capsys)
     assert "EAGLE-3: " in printed and "tokens per pass" in printed
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 

@@ -224,6 +224,7 @@ def folder(tmp_path):
     return tmp_path, target
 
 
+@pytest.mark.compat
 def test_a_folder_is_loaded_by_its_config(folder):
     path, target = folder
     model = specbranch(target, draft=str(path))
@@ -299,6 +300,7 @@ def checkpoint(tmp_path, monkeypatch):
     return LlamaForCausalLM.from_pretrained(tmp_path).eval(), head
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("asked", ["draft", "use_mtp"])
 def test_layers_come_from_the_checkpoint(checkpoint, asked, monkeypatch):
     target, head = checkpoint
@@ -336,6 +338,7 @@ def test_a_target_without_layers_says_so():
 # ---- block drafts
 
 
+@pytest.mark.compat
 def test_a_block_draft_is_recognised(tmp_path):
     """By its config in a folder, or as transformers takes it."""
     target, _ = small_target()
