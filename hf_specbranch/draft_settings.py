@@ -1,4 +1,4 @@
-"""What the draft sources of a call mean for its settings, and the tokenizers that go with them."""
+"""What a draft with another tokenizer means for the settings of a call."""
 
 from __future__ import annotations
 
@@ -6,34 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.generation import CandidateGenerator
 
-from .attachment import Attachment
 from .config import SpecBranchConfig
-from .decoding.candidates import check_generator, settings_for_candidates
 from .decoding.policies import POLICIES
-from .request import MergedSettings, without_model
 from .runtime.eager import layer_kinds
 from .runtime.recurrent_cache import is_recurrent
 from .target_heads.base import TargetHead
 from .vocabularies import Translation, translation_for
-
-
-def settings_for_sources(
-    config: SpecBranchConfig, draft: PreTrainedModel | None, candidates: CandidateGenerator | None
-) -> SpecBranchConfig:
-    """Return the settings of a call with these sources of drafts."""
-    if candidates is not None:
-        check_generator(candidates)
-        return settings_for_candidates(config)
-    return without_model(config) if draft is None and config.policy == "auto" else config
-
-
-def tokenizers_of(settings: MergedSettings, attached: Attachment, assistant: Any) -> tuple[Any, Any]:
-    """Return the tokenizers of target and draft: those of the call, or those that the attached draft came with."""
-    if assistant is None and settings.assistant_tokenizer is None:
-        return attached.tokenizers
-    return settings.tokenizer, settings.assistant_tokenizer
 
 
 def with_translation(

@@ -29,7 +29,7 @@ from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
-from .draft_settings import settings_for_sources, tokenizers_of, with_translation
+from .draft_settings import with_translation
 from .heads.model import resolve_head
 from .model_state import draft_model, ranks_of
 from .padding_check import check_padded_batches
@@ -44,6 +44,8 @@ from .request import (
     check_inputs,
     check_request,
     lookup_on,
+    settings_for_sources,
+    tokenizers_of,
     warming_up,
     why_plain,
 )
@@ -89,8 +91,7 @@ class SpecBranchMixin(GenerationMixin):
         a draft or settings were given, one warning says why.
 
         Args:
-            assistant_model: the draft model, or a `CandidateGenerator`; by default the one given to
-                `specbranch(model, draft=...)`.
+            assistant_model: a draft model or a `CandidateGenerator`; by default what `specbranch()` was given.
             specbranch: settings, as a `SpecBranchConfig`, a dict, or the path of a JSON file. By default those
                 in the generation config, or else the defaults. False: transformers' own decoding.
             length_head: decides how much of a draft to send; a `LengthHead`, a folder, a repository id (with
@@ -159,7 +160,8 @@ class SpecBranchMixin(GenerationMixin):
             nonlocal config, translation
             config = settings_for_sources(config, draft, candidates)
             check_request(model, draft if candidates is None else candidates, config, *tokenizers)
-            config, translation = with_translation(model, draft, config, tokenizers)
+            if None not in tokenizers:
+                config, translation = with_translation(model, draft, config, tokenizers)
             return why_plain(model, draft, settings)
 
         reason = why_not_served() if ranks is None else ranks.agree_on(why_not_served)
@@ -169,9 +171,8 @@ class SpecBranchMixin(GenerationMixin):
         fills_cache = arguments.get("past_key_values") is not None
         config = replace(config, length_head=head)
         hooks, corpus = tuple(speculation_hooks), attachment.corpus
-        request = Request(
-            config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked, translation
-        )
+        request = Request(config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked)
+        request.translation = translation
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)

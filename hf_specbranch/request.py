@@ -16,6 +16,7 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from .attachment import Attachment
 from .config import LOOKUP_TOKENS, SpecBranchConfig
 from .corpus import LookupCorpus
+from .decoding.candidates import settings_for_candidates
 from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
 from .model_state import every_parameter, is_compiled, is_offloaded, ranks_of, why_adapters_need_plain
@@ -201,6 +202,22 @@ def without_model(config: SpecBranchConfig) -> SpecBranchConfig:
     return replace(
         config, policy="autoregressive", prompt_lookup_num_tokens=LOOKUP_TOKENS if lookup == "auto" else lookup
     )
+
+
+def settings_for_sources(
+    config: SpecBranchConfig, draft: PreTrainedModel | None, candidates: CandidateGenerator | None
+) -> SpecBranchConfig:
+    """Return the settings of a call with these sources of drafts."""
+    if candidates is not None:
+        return settings_for_candidates(config, candidates)
+    return without_model(config) if draft is None and config.policy == "auto" else config
+
+
+def tokenizers_of(settings: MergedSettings, attached: Attachment, assistant: Any) -> tuple[Any, Any]:
+    """Return the tokenizers of target and draft: those of the call, or those that the attached draft came with."""
+    if assistant is None and settings.assistant_tokenizer is None:
+        return attached.tokenizers
+    return settings.tokenizer, settings.assistant_tokenizer
 
 
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.

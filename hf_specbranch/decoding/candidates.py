@@ -39,8 +39,9 @@ def check_generator(generator: CandidateGenerator) -> None:
         )
 
 
-def settings_for_candidates(config: SpecBranchConfig) -> SpecBranchConfig:
+def settings_for_candidates(config: SpecBranchConfig, generator: CandidateGenerator) -> SpecBranchConfig:
     """Return the settings of a call in which a generator drafts: it drafts, then the target verifies."""
+    check_generator(generator)
     if config.policy in ("pearl", "specbranch"):
         raise ValueError(
             f"policy={config.policy!r} drafts while the target verifies, which a CandidateGenerator cannot do: choose "
