@@ -18,7 +18,7 @@ from transformers.generation import CandidateGenerator
 from ..config import LOOKUP_TOKENS, SpecBranchConfig
 from ..runtime.static_buffers import Buffers
 from .lookup import lengths_up_to
-from .resolve import NONE, BranchStarts, Drafted, DraftTokens, Feedback
+from .resolve import NONE, BranchStarts, DraftTokens, Feedback
 from .scoring import Prefixes
 from .verifier import Verifier
 
@@ -159,9 +159,8 @@ class CandidateDraft:
         return self.no_branch
 
     def drafted(self) -> Tensor:
-        counts = torch.zeros((self.sent.shape[0], len(Drafted._fields)), dtype=torch.long, device=self.device)
-        counts[:, Drafted._fields.index("sent")] = counts[:, Drafted._fields.index("new")] = self.sent
-        return counts
+        none = torch.zeros_like(self.sent)
+        return torch.stack([self.sent, none, none, none, none, self.sent], dim=1)
 
     # ---- what the generator is asked and told
 
