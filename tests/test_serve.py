@@ -12,8 +12,10 @@ import time
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_specbranch import specbranch
+from hf_specbranch.cli import app
 
 from .models import VOCABULARY
 from .tokens import letter_tokenizer
@@ -228,6 +230,21 @@ def test_failure_ends_a_stream_with_an_error(server, monkeypatch):
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
             server.complete()
     assert server.complete(temperature=0).choices[0].text == server.expected("abcabc")
+
+
+def test_command_refuses_what_cannot_work(monkeypatch):
+    """Before any model is loaded."""
+
+    def said(*words):
+        return str(CliRunner().invoke(app, ["serve", *words]).exception)
+
+    assert said("--draft", "/no/such/model") == "--draft /no/such/model without --target: name both, or leave both " + (
+        "out for the embedded pair"
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'hf_specbranch[serve]'" in said("--no-ray")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else name)
+    assert "pip install 'hf_specbranch[ray]'" in said() and "--no-ray" in said()
 
 
 @pytest.mark.slow
