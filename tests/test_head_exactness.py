@@ -63,16 +63,16 @@ def test_balanced_heads_hold_some_drafts_back(kind):
 @pytest.mark.slow
 def test_discarding_held_back_tokens_is_noticed(monkeypatch):
     """Discarding drawn tokens after looking at them, and drawing again, is biased; the test must see it."""
-    honest, head = drafter_module.Drafter._cut, balanced_head("drafted tokens alone")
+    honest, head = drafter_module.Drafter._kept, balanced_head("drafted tokens alone")
 
     def discard(self, features):
-        kept, pending = honest(self, features), self.pending
-        held = self.survived & (kept == 0) & (pending.length > 0)
+        kept, pending = honest(self, features), self.round.pending
+        held = self.round.survived & (kept == 0) & (pending.length > 0)
         pending.end.copy_(torch.where(held, pending.start, pending.end))
-        pending.fed.copy_(torch.where(held, torch.minimum(pending.fed, pending.start - 1), pending.fed))
+        pending.cached.copy_(torch.where(held, torch.minimum(pending.cached, pending.start - 1), pending.cached))
         return kept
 
-    monkeypatch.setattr(drafter_module.Drafter, "_cut", discard)
+    monkeypatch.setattr(drafter_module.Drafter, "_kept", discard)
     settings = settings_with(head)
     assert p_value(draw(settings, books_balance=False), exact_distribution(sampling_pair()[0])) < SMALLEST_P
 
