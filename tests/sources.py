@@ -80,11 +80,11 @@ class DraftSourceTests:
 def draw_with(model, arguments, samples, rows=sampling.ROWS):
     """How often each sequence came out, [V ** T]."""
     torch.manual_seed(0)
-    ids = torch.tensor([[1, 2, 1, 2, 3, 1, 2, 1]]).expand(rows, -1)[:, -sampling.PROMPT.shape[1] :]
+    ids = torch.tensor([[1, 2, 1, 2, 3, 1, 2, 1]], device=model.device).expand(rows, -1)[:, -sampling.PROMPT.shape[1] :]
     weights = sampling.VOCABULARY ** torch.arange(sampling.NEW_TOKENS - 1, -1, -1)
     counts = torch.zeros(len(sampling.SEQUENCES))
     for _ in range(samples // rows):
         asked = {"do_sample": True, "top_k": 0, "max_new_tokens": sampling.NEW_TOKENS, **arguments}
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
-        counts += torch.bincount((out[:, ids.shape[1] :] * weights).sum(1), minlength=len(counts))
+        counts += torch.bincount((out[:, ids.shape[1] :].cpu() * weights).sum(1), minlength=len(counts))
     return counts.numpy()

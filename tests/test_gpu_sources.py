@@ -58,9 +58,4 @@ def test_sampled_text_has_the_targets_distribution(source):
         arguments = {**with_other_letters(draft), "specbranch": {"policy": "vanilla", "draft_sampling": sampling}}
         arguments["assistant_model"] = copy.deepcopy(arguments["assistant_model"]).to("cuda")
     model = specbranch(copy.deepcopy(model).to("cuda"))
-    assert p_value(draw_on_gpu(model, arguments), expected) > SMALLEST_P
-
-
-def draw_on_gpu(model, arguments):
-    with torch.device("cuda"):
-        return draw_with(model, arguments, samples=3_000)
+    assert p_value(draw_with(model, arguments, samples=3_000), expected) > SMALLEST_P
