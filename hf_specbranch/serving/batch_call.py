@@ -25,6 +25,7 @@ from ..runtime.eager import layer_kinds
 from ..runtime.positions import LengthDependentRotary
 from ..runtime.recurrent_cache import is_recurrent
 from ..target_heads.base import TargetHead
+from ..vocabularies import translation_for
 from .completion import Completion
 from .row_sampling import GREEDY_ROWS, RowSampling
 
@@ -137,7 +138,8 @@ def batch_settings(
     if draft is None and config.policy == "auto":
         config = without_model(config)
     check_request(target, draft, config, tokenizer, None)
-    if draft is not None and None not in attachment.tokenizers:
+    tokenizers = attachment.tokenizers
+    if draft is not None and None not in tokenizers and translation_for(target, draft, *tokenizers) is not None:
         raise ValueError(f"the draft {type(draft).__name__} has another tokenizer, which a running batch cannot serve")
     if reason := why_plain(target, draft, own) or _why_not(target, attachment, own):
         raise ValueError(f"{type(target).__name__} cannot run in a running batch: {reason}")
