@@ -13,6 +13,7 @@ from hf_specbranch.families.tiny import language_models, noisy_copy, tiny_config
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.recurrent_cache import RecurrentLayer
+from hf_specbranch.runtime.recurrent_modules import owners_of
 
 from .fuzz import RECURRENT
 from .models import config, llama, prompt
@@ -114,25 +115,34 @@ def test_rollback_to_every_position(name):
             torch.testing.assert_close(logits[row], expected, atol=1e-3, rtol=1e-3)
 
 
-def planted(kind, fault):
-    """A restore that is wrong for the states of one kind: "conv" or "recurrent"."""
-    honest = RecurrentLayer.restore
+def plant(patch, kind, fault):
+    """Let layers begin with wrong states of one kind, "conv" or "recurrent": modules that step, and kernels."""
+    restore, states_of_pass = RecurrentLayer.restore, RecurrentLayer.states_of_pass
 
-    def restore(self, entry):
+    def spoil(state, before, later):
+        state.copy_({"not restored": before, "one token late": later}.get(fault, state.roll(1, -1)))
+
+    def wrong_restore(self, entry, index=None):
         before = {name: state.clone() for name, state in self.states()}
-        honest(self, entry)
+        restore(self, entry, index)
         for name, state in self.states():
-            if name[0] != kind:
-                continue
-            if fault == "not restored":
-                state.copy_(before[name])
-            elif fault == "one token late":
+            if name[0] == kind and index in (None, name[1]):
                 kept = self.kept[name]
-                state.copy_(kept.index_select(0, (entry + state.shape[0]) % kept.shape[0]))
-            else:
-                state.copy_(state.roll(1, -1))
+                spoil(state, before[name], kept.index_select(0, (entry + state.shape[0]) % kept.shape[0]))
 
-    return restore
+    def wrong_states_of_pass(self):
+        found = states_of_pass(self)
+        if found is not None:
+            kept = found[("conv", "recurrent").index(kind)]
+            later = kept._replace(slots=kept.slots + 1)
+            state = kept.before(0)
+            spoil(state, getattr(self, "ended", later).before(-1), later.before(0))
+            kept._replace(slots=kept.slots - 1).put(0, state)
+            self.ended = later
+        return found
+
+    patch.setattr(RecurrentLayer, "restore", wrong_restore)
+    patch.setattr(RecurrentLayer, "states_of_pass", wrong_states_of_pass)
 
 
 FAULTS = [(name, "conv", fault) for name in KINDS for fault in ("not restored", "one token late", "window off by one")]
@@ -143,7 +153,7 @@ FAULTS += [(name, "recurrent", fault) for name in KINDS[:-1] for fault in ("not 
 def test_probe_finds_wrong_states(name, kind, fault, monkeypatch):
     model = copy.deepcopy(plain_model(name))
     with monkeypatch.context() as patch:
-        patch.setattr(RecurrentLayer, "restore", planted(kind, fault))
+        plant(patch, kind, fault)
         with pytest.raises(ValueError, match="drafts cannot be rolled back"):
             mask_maker_for(model, "target")
     mask_maker_for(model, "target")
@@ -163,9 +173,27 @@ SLOWLY = [each if each in QUICK else slowly(*each) for each in FAULTS]
 @pytest.mark.parametrize(("name", "kind", "fault"), SLOWLY)
 def test_comparison_of_texts_finds_wrong_states(name, kind, fault, monkeypatch):
     pair = probed_pair(name)
-    monkeypatch.setattr(RecurrentLayer, "restore", planted(kind, fault))
+    plant(monkeypatch, kind, fault)
     with pytest.raises(AssertionError):
         assert_equal(*pair, config("vanilla", gamma=3, epsilon=0.0), rows=1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_delta_networks_read_all_tokens_of_a_pass_at_once(name, monkeypatch):
+    """A module that computes something else reads token by token."""
+    model, calls = copy.deepcopy(plain_model(name)), []
+    networks = [module for module in model.modules() if hasattr(module, "A_log")]
+    assert list(owners_of(model).replacements) == list(owners_of(model).states) == networks
+    runner, tokens = EagerRunner(model, mask_maker_for(model, "target")), torch.arange(6)[None]
+    networks[0].out_proj.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        runner.prefill(tokens[:, :3], tokens[:, :3], None)
+        runner.forward(tokens[:, 3:], tokens[:, 3:], tokens[:, 3:], tokens[None] <= tokens[:, 3:, None])
+    assert len(calls) == 2  # one for each pass
+    odd = copy.deepcopy(plain_model(name))
+    monkeypatch.setattr(type(odd.model.layers[0].linear_attn.norm), "forward", lambda self, x, gate: 1.1 * x * gate)
+    assert not owners_of(odd).replacements
+    assert mask_maker_for(odd, "target")
 
 
 def sampling_pair(name):
@@ -185,7 +213,7 @@ def test_samples_follow_the_target(name, drafting, monkeypatch):
     expected = exact_distribution(pair[0])
     settings = config("vanilla", gamma=2, epsilon=0.0, draft_sampling=drafting)
     assert p_value(draw(settings, FEWER_SAMPLES, pair=pair), expected) > SMALLEST_P
-    monkeypatch.setattr(RecurrentLayer, "restore", planted("conv", "not restored"))
+    plant(monkeypatch, "conv", "not restored")
     assert p_value(draw(settings, FEWER_SAMPLES // 5, pair=pair), expected) < SMALLEST_P
 
 

@@ -93,8 +93,8 @@ def delta_rule_reference(mixed: Tensor, gates: DeltaGates, heads: DeltaHeads, ke
     """Compute what `delta_rule` does, in plain torch."""
     widths = [heads.key_heads * heads.key_size] * 2 + [heads.value_heads * heads.value_size]
     q, k, v = torch.split(mixed.float(), widths, dim=-1)
-    v = v.unflatten(-1, (-1, heads.value_size))
-    q, k = (_unit_vectors(each.unflatten(-1, (-1, heads.key_size)), heads) for each in (q, k))
+    v = v.reshape(*v.shape[:2], -1, heads.value_size)
+    q, k = (_unit_vectors(each.reshape(*each.shape[:2], -1, heads.key_size), heads) for each in (q, k))
     q = q / heads.key_size**0.5
     softplus = functional.softplus(gates.x[..., gates.a].float() + gates.dt_bias)
     g = (-gates.a_log.float().exp() * softplus).float()  # [B, Q, H]

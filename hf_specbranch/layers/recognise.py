@@ -1,15 +1,17 @@
 """Which modules of a model the kernels can replace.
 
 Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; gate_proj, up_proj, down_proj; a weight
-and an epsilon; experts and a router). A few tokens then run through the model. What the submodules do not tell, such as
-which dimensions are rotated together, is found by trial. The output of every candidate is compared with that of its
-replacement forward on the same input, and a module that differs is not replaced. No names of models or classes are
-used.
+and an epsilon; experts and a router; a convolution and a decay). A few tokens then run through the model. What the
+submodules do not tell, such as which dimensions are rotated together, is found by trial. The output of every candidate
+is compared with that of its replacement forward on the same input, and a module that differs is not replaced. No names
+of models or classes are used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -24,10 +26,12 @@ from .attention import AttentionForward, attention_inputs, recognise_attention
 from .base import Call, Replacement
 from .check import agreeing, agreeing_variants, evaluating, tolerance
 from .decoder_layer import looks_like_layer, recognise_layers
+from .delta_net import delta_inputs, recognise_delta_net
 from .mixture import looks_like_experts, looks_like_mixture, recognise_experts, recognise_mixture
 from .mlp import mlp_inputs, recognise_mlp
 from .norm import Ahead, looks_like_norm, recognise_norms
 from .product import Tuned
+from .products import product_of
 from .router import Handoff, looks_like_router, recognise_router
 
 TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots
@@ -59,6 +63,7 @@ def recognise(
             or recognise_router(module, call, tuned, handoff)
             or recognise_experts(module, handoff)
             or recognise_mixture(module, call, handoff, ahead)
+            or recognise_delta_net(module, partial(product_of, tuned=tuned))
         )
         if found is not None:
             candidates[module] = found
@@ -69,12 +74,12 @@ def recognise(
 
 
 def readers_of_one_input(model: PreTrainedModel) -> list[list[Any]]:
-    """Return the layers that could be one product: q, k and v, gate and up."""
+    """Return the layers that could be one product: q, k and v; gate and up; all that a delta network projects."""
     return [list(layers) for module in every_module(model) if len(layers := _inputs(module)) > 1]
 
 
 def _inputs(module: nn.Module) -> Any:
-    return attention_inputs(module) or mlp_inputs(module)
+    return attention_inputs(module) or mlp_inputs(module) or delta_inputs(module)
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -83,7 +88,9 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def record_calls(model: PreTrainedModel) -> dict[nn.Module, Call]:
+def record_calls(
+    model: PreTrainedModel, is_candidate: Callable[[nn.Module], bool] = _is_candidate
+) -> dict[nn.Module, Call]:
     """Run a few tokens through the model and record the inputs and outputs of the candidates.
 
     Another thread may run the model at the same time. Its calls are not recorded: they name a cache that is in use.
@@ -97,7 +104,7 @@ def record_calls(model: PreTrainedModel) -> dict[nn.Module, Call]:
 
     with evaluating(model), ExitStack() as stack:
         for module in every_module(model):
-            if _is_candidate(module):
+            if is_candidate(module):
                 stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
         model(input_ids=_few_tokens(model), use_cache=False)
     return calls

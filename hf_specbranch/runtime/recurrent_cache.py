@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..kernels.kept_states import KeptStates
 from .kv_cache import Address, SlotCache, SlotLayer, past_length
 
 
@@ -38,12 +39,25 @@ class StateHistory:
     def __init__(self) -> None:
         self.size = 2
         self.slots = torch.empty((0, 0), dtype=torch.long)
-        self.wanted = 0  # entries that were asked for; they are made when a pass begins
 
     def restart(self, rows: int, slot: int, device: torch.device) -> None:
         """Forget all entries but one: in every row, the states before `slot`."""
-        self.slots = torch.full((rows, self.size), -1, device=device)
+        if self.slots.shape != (rows, self.size):
+            self.slots = torch.empty((rows, self.size), dtype=torch.long, device=device)
+        self.slots.fill_(-1)
         self.slots[:, slot % self.size] = slot
+
+    def grow(self, size: int) -> tuple[Tensor, Tensor]:
+        """Keep more states. Return the entries that were in use and where they are now, as rows of `[size * B, ...]`.
+
+        The slots that are known lie within `size` of each other, so each has an entry of its own.
+        """
+        rows, before = self.slots.shape[0], self.slots
+        row, column = (before >= 0).nonzero(as_tuple=True)  # waits for the device; no captured pass grows
+        slots, old = before[row, column], column * rows + row
+        self.size, self.slots = size, torch.full((rows, size), -1, device=before.device)
+        self.slots[row, slots % size] = slots
+        return old, slots % size * rows + row
 
     def entry(self, slots: Tensor) -> Tensor:
         """Return the entries [B] of the states before these slots, as rows of `[size * B, ...]`."""
@@ -62,9 +76,9 @@ class StateHistory:
 class RecurrentLayer(LinearAttentionLayer):
     """Stores the states of a recurrent layer, each [B, ...], and copies of them after each of the last tokens."""
 
-    def __init__(self, history: StateHistory, number_of_states: int = 1) -> None:
+    def __init__(self, history: StateHistory, address: Address, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
-        self.history = history
+        self.history, self.address = history, address
         self.kept: dict[tuple[str, int], Tensor] = {}  # [size * B, ...] by state
         self.on_update: Callable[[int], None] | None = None  # called with the index of a state that is written
 
@@ -92,19 +106,30 @@ class RecurrentLayer(LinearAttentionLayer):
         """Copy the states to entries [B], by default all of them, or those with one index."""
         for name, state in self.states():
             if index is None or name[1] == index:
-                if name not in self.kept:
-                    self.kept[name] = state.new_zeros((self.history.size * state.shape[0], *state.shape[1:]))
+                shape = self.history.size * state.shape[0], *state.shape[1:]
+                if name not in self.kept or self.kept[name].shape != shape:
+                    self.kept[name] = state.new_zeros(shape)
                 self.kept[name].index_copy_(0, entry.to(state.device), state)
 
-    def restore(self, entry: Tensor) -> None:
-        """Put the states of entries [B] in place."""
+    def restore(self, entry: Tensor, index: int | None = None) -> None:
+        """Put the states of entries [B] in place, by default all of them, or those with one index."""
         for name, state in self.states():
-            state.copy_(self.kept[name].index_select(0, entry.to(state.device)))
+            if index is None or name[1] == index:
+                state.copy_(self.kept[name].index_select(0, entry.to(state.device)))
 
-    def forget(self) -> None:
-        """Start again without states."""
-        self.reset()
-        self.kept.clear()
+    def grow(self, old: Tensor, new: Tensor, rows: int) -> None:
+        """Move entries to larger memory; see `StateHistory.grow`."""
+        for name, kept in self.kept.items():
+            grown = kept.new_zeros((self.history.size * rows, *kept.shape[1:]))
+            self.kept[name] = grown.index_copy_(0, new.to(kept.device), kept.index_select(0, old.to(kept.device)))
+
+    def states_of_pass(self) -> tuple[KeptStates, KeptStates] | None:
+        """Return the kept windows and states of a layer with one of each, for the pass by slots; None in others."""
+        if self.address.slots is None:
+            return None
+        kept = self.kept["conv", 0], self.kept["recurrent", 0]
+        windows, states = (KeptStates(each, self.address.slots_on(each.device)) for each in kept)
+        return windows, states
 
 
 class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
@@ -112,7 +137,7 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
 
     def __init__(self, history: StateHistory, address: Address, number_of_states: int = 1) -> None:
         SlotLayer.__init__(self, address)
-        RecurrentLayer.__init__(self, history, number_of_states)
+        RecurrentLayer.__init__(self, history, address, number_of_states)
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
         kind: Any = SlotLayer if args else RecurrentLayer  # keys and values are passed by position, states by name
@@ -138,7 +163,7 @@ class RecurrentCache(SlotCache):
             return SlotLayer(self.address)
         if isinstance(layer, DynamicLayer):
             return RecurrentSlotLayer(self.history, self.address, layer.number_of_states)
-        return RecurrentLayer(self.history, layer.number_of_states)
+        return RecurrentLayer(self.history, self.address, layer.number_of_states)
 
     def recurrent_layers(self) -> Iterator[tuple[int, RecurrentLayer]]:
         """Yield the layers that have a state, with their indices. Some have none: MLPs count as layers, too."""
@@ -147,40 +172,40 @@ class RecurrentCache(SlotCache):
                 yield index, layer
 
     def keep_states(self, count: int) -> None:
-        """Keep at least so many states per row from the next pass on."""
-        self.history.wanted = max(self.history.wanted, count)
+        """Keep at least so many states per row from now on."""
+        history = self.history
+        if count <= history.size:
+            return
+        if not history.slots.numel():
+            history.size = count
+            return
+        old, new = history.grow(count)
+        for _, layer in self.recurrent_layers():
+            layer.grow(old, new, history.slots.shape[0])
+        self._has_moved = True
 
     def mark(self, slot: int) -> None:
         """Say that the states are those before this slot, in every row, and keep them."""
         history = self.history
         for _, layer in self.recurrent_layers():
-            layer.kept.clear()
             rows, device = next((state.shape[0], state.device) for _, state in layer.states())
             history.restart(rows, slot, device)
             layer.keep(history.entry(torch.full((rows,), slot, device=device)))
 
     def point_at(self, slots: Tensor, shown: int) -> None:
-        """Say which slots the next forward writes, and put the states before the first of them in place."""
+        """Say which slots the next forward writes. Its layers begin with the states before the first of them."""
         super().point_at(slots, shown)
         history, first = self.history, slots[:, 0]
         torch._assert_async(history.holds(first), "a pass begins at a slot for which no recurrent state is kept")
-        for _, layer in self.recurrent_layers():
-            layer.restore(history.entry(first))
-        needed = max(slots.shape[1] + 1, history.wanted)
-        if needed > history.size:
-            history.size = needed
-            for _, layer in self.recurrent_layers():
-                layer.kept.clear()
-                layer.keep(history.entry(first))
-            history.slots = torch.full((slots.shape[0], needed), -1, device=slots.device)
-            history.slots.scatter_(1, (first % needed)[:, None], first[:, None])
+        self.keep_states(slots.shape[1] + 1)
         history.add(slots)
 
     def forget(self) -> None:
         super().forget()
+        self.history.slots.fill_(-1)
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
-                layer.forget()
+                layer.reset()
 
     def load(self, past: Cache) -> None:
         """Copy the entries of another cache, entry `i` into slot `i`, and its states."""
