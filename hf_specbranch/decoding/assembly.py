@@ -91,6 +91,7 @@ class Assembly(Sources):
         self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
+        runner.cache.keep_states(longest + 2)  # before a stage is captured, which contains where they are
         if draft_runner is not None:  # a draft is rolled back over all that was drafted, ahead of the target too
             draft_runner.cache.keep_states(2 * longest + 8)
         self.capacity = runner.columns(self.reach)  # columns of the text

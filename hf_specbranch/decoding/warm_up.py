@@ -31,7 +31,8 @@ ROUNDS = 2  # of each plan: the second has the result of the first
 def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchStats]:
     """Capture the stages of all plans that a call like this one may follow.
 
-    Where stages are not captured, this finds out what is found out once per model, and no more.
+    Where stages are not captured, this finds out what is found out once per model, and no more. So it does for models
+    with recurrent layers, whose states belong to a text that was read: their stages are captured on first use.
 
     Args:
         call: a call with a short prompt and the longest text.
@@ -43,7 +44,7 @@ def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchSt
     stats = SpecBranchStats(policy=call.config.policy)
     unending = [criterion for criterion in call.criteria if type(criterion) is MaxLengthCriteria]
     with assembled(replace(call, criteria=unending, streamer=None), stats) as assembly:
-        if not assembly.static_shapes:
+        if not assembly.static_shapes or any(runner.is_recurrent for runner in assembly.runners):
             return call.input_ids, stats
         # All ranks of a tensor parallel target read prompts together, in passes that are not captured.
         for runner in assembly.runners[0 if call.ranks is None else 1 :]:

@@ -178,8 +178,7 @@ class GraphRunner(EagerRunner):
             return super().forward(tokens, positions, slots, visible, **extra)
         rows, queries, shown = visible.shape
         size = shown if visible.dtype == SPANS else round_up(shown)
-        if visible.dtype != SPANS:
-            self.reserve(rows, size)
+        self.reserve(rows, 0 if visible.dtype == SPANS else size)  # drops graphs if the cache has moved
         key = (rows, queries, size, visible.dtype, *sorted(extra.items()))
         captured = self.captured.get(key)
         if captured is None:
@@ -243,7 +242,7 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
     """Return why a forward of this model cannot be captured, found out by trying; empty if it can be.
 
-    A forward that waits for the device (for example to route tokens to experts) cannot be part of a CUDA graph.
+    One that waits for the device cannot be captured; one of a recurrent layer might change objects of Python.
     """
     reasons, adapters = state_of(model).sync_reasons, adapter_state(model)
     if adapters not in reasons and load_check(model, "syncs") is False:
@@ -251,17 +250,20 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
     if adapters not in reasons:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         runner = EagerRunner(model, masks)
-        runner.reserve(1, 1)
-        sees_itself = torch.ones((1, 1, 1), dtype=torch.bool, device=tokens.device)
-        forward = partial(runner.forward, tokens, tokens, tokens, sees_itself)
+        runner.reserve(1, 2)
+        before = int(runner.is_recurrent)  # a recurrent state needs a token before it
+        visible = torch.ones((1, 1, 1 + before), dtype=torch.bool, device=tokens.device)
+        forward = partial(runner.forward, tokens, tokens + before, tokens + before, visible)
         with state_of(model).kernel_lock, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if before:
+                runner.prefill(tokens, tokens, None)
             reason = _why_it_syncs(forward)
             if reason:
                 with suppress(RuntimeError):
                     forward()  # initialisation on first use may wait
                 reason = _why_it_syncs(forward)
-            if not reason and tokens.is_cuda and getattr(model, "hf_quantizer", None) is not None:
+            if not reason and tokens.is_cuda and (before or getattr(model, "hf_quantizer", None) is not None):
                 reason = _why_replay_differs(forward)  # kernels of other packages may use streams of their own
         if reason := agreed(model, reason):
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)

@@ -26,7 +26,12 @@ LONG_PASS = 8192  # tokens of all rows in a pass that is not captured; such a pa
 
 
 def can_prefill(runner: EagerRunner, tokens: Tensor, padded: bool) -> bool:
-    """Return whether `prefill` can read a text [B, P], with padding on the left or without."""
+    """Return whether `prefill` can read a text [B, P], with padding on the left or without.
+
+    Recurrent layers cannot read padding, and to keep a state for each token of a prompt would take too much memory.
+    """
+    if runner.is_recurrent:
+        return False
     if runner.takes_spans:
         return tokens.shape[1] > 0
     rows, length = tokens.shape
@@ -115,8 +120,8 @@ def _read(
 
 
 def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
-    """Return whether a text [1, L] fits into the slots after those in use."""
-    return tokens.shape[1] <= STEP <= runner.cache.address.capacity - used
+    """Return whether a text [1, L] fits into the slots after those in use; recurrent layers need its beginning, too."""
+    return not runner.is_recurrent and tokens.shape[1] <= STEP <= runner.cache.address.capacity - used
 
 
 def read_in_spare_slots(runner: EagerRunner, tokens: Tensor, rows: int) -> Tensor:

@@ -165,6 +165,12 @@ class RecurrentCache(SlotCache):
             return RecurrentSlotLayer(self.history, self.address, layer.number_of_states)
         return RecurrentLayer(self.history, self.address, layer.number_of_states)
 
+    @property
+    def num_bytes(self) -> int:
+        """The physical memory that keys, values and states take."""
+        layers = (layer for layer in self.layers if isinstance(layer, RecurrentLayer))
+        return super().num_bytes + sum(kept.nbytes for layer in layers for kept in layer.kept.values())
+
     def recurrent_layers(self) -> Iterator[tuple[int, RecurrentLayer]]:
         """Yield the layers that have a state, with their indices. Some have none: MLPs count as layers, too."""
         for index, layer in enumerate(self.layers):

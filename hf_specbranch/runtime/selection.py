@@ -16,10 +16,9 @@ from ..kernels.backend import HALF_PRECISION
 from ..layers.base import ThreadForward
 from ..model_state import adapter_state, every_module, every_parameter, state_of, unmerge_disabled
 from . import cuda_graph, idle_runners
-from .eager import EagerRunner, MaskMaker, layer_kinds
+from .eager import EagerRunner, MaskMaker
 from .mask_probe import mask_maker_for
 from .positions import LengthDependentRotary
-from .recurrent_cache import is_recurrent
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +141,6 @@ def why_not_captured(model: PreTrainedModel) -> str:
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
-    if any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True)))):
-        return "it has recurrent layers"
     if LengthDependentRotary(model):
         return "its rotary embedding depends on the length of the text"
     if any(_has_foreign_hooks(module) for module in every_module(model)):

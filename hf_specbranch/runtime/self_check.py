@@ -114,7 +114,7 @@ def compare(model: PreTrainedModel, masks: MaskMaker, text: int = 0, by_spans: b
         runner = EagerRunner(model, masks)
         _prefill(runner, text)
         own = _pass(runner, text)
-        with fused(model), keys_must_be(layer.keys for layer in runner.cache.layers):
+        with fused(model), keys_must_be(layer.keys for _, layer in runner.cache.slot_layers()):
             ours = _pass(runner, text, by_spans)
         with _rounding_noise(model):
             noisy_runner = EagerRunner(model, masks)
@@ -145,9 +145,10 @@ def _pass(runner: EagerRunner, text: int, by_spans: bool = False) -> Tensor:
     positions: list[int] = []
     slots: list[int] = []
     spans: list[list[int]] = []
-    for query, parent in enumerate(PARENTS):
+    parents = (None, *range(len(PARENTS) - 1)) if runner.is_recurrent else PARENTS  # a state has one continuation
+    for query, parent in enumerate(parents):
         positions.append(prefix if parent is None else positions[parent] + 1)
-        if query in BRANCHES:
+        if query in BRANCHES and not runner.is_recurrent:
             assert parent is not None
             slots.append(prefix + BRANCHES[query])
             spans.append([0, prefix + parent + 1, slots[query], slots[query] + 1])
