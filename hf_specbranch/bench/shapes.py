@@ -156,6 +156,16 @@ SHAPES: dict[str, ModelShape] = {
         embedding_multiplier=12.0, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=16.0,
         rope_parameters=_rope(10000000.0),
     )),
+    # ---- with recurrent layers
+    "qwen3.5-9b": ModelShape("Qwen/Qwen3.5-9B", "qwen3_5_text", dict(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6,
+        max_position_embeddings=262144, tie_word_embeddings=False,
+        rope_parameters=_rope(
+            10000000.0, partial_rotary_factor=0.25, mrope_section=[11, 11, 10], mrope_interleaved=True
+        ),
+    )),
     # ---- mixtures of experts
     "gpt-oss-20b": ModelShape("openai/gpt-oss-20b", "gpt_oss", dict(
         vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
@@ -209,7 +219,8 @@ _TINY = dict(
     vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4, head_dim=16,
     num_attention_heads=4, shared_expert_intermediate_size=32, num_experts=8, num_local_experts=8, n_routed_experts=8,
     num_experts_per_tok=2, sliding_window=24, query_pre_attn_scalar=16, kv_lora_rank=16, qk_nope_head_dim=16,
-    qk_rope_head_dim=16, v_head_dim=16,
+    qk_rope_head_dim=16, v_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16,
 )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class DraftModel:
             self.shortlist.add_text(attention)
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         # The first column that can be read again: for all rows, or [B, 1]. A recurrent state before it is not kept.
-        self.earliest: int | Tensor = 0
+        self.earliest: int | Tensor = buffers.tensor("draft.earliest", (1,)) if runner.is_recurrent else 0
         self.scorer: Scorer | None = None
         if processors:
             static = buffers.static_shapes
@@ -101,7 +101,8 @@ class DraftModel:
         self.stats.draft_forwards += 1
         if self.shortlist is not None:
             self.shortlist.add_text(tokens)
-        self.earliest = tokens.shape[1] if self.runner.is_recurrent else 0
+        if self.runner.is_recurrent and isinstance(self.earliest, Tensor):
+            self.earliest.fill_(tokens.shape[1])
         attention = self.seen[:, : tokens.shape[1]]
         mask = None if bool(attention.all()) else attention.long()
         start = 0

@@ -167,7 +167,8 @@ class Sources:
         if translation is not None:
             parts_of_it = buffers, model, round, ops, hooks, self.stats
             return TranslatedDrafter(*parts_of_it, text=text, attention=self._own_attention)
-        if self.in_triton and head is None and kernels_know(policy, gamma, hooks):
+        # The kernels do not know the first column that a recurrent draft can read again.
+        if self.in_triton and head is None and not runner.is_recurrent and kernels_know(policy, gamma, hooks):
             ops = TritonDraftOps(round, model, hooks, buffers)
         return Drafter(buffers, model, round, ops, hooks, self.stats)
 

@@ -99,10 +99,10 @@ def delta_rule_reference(mixed: Tensor, gates: DeltaGates, heads: DeltaHeads, ke
     softplus = functional.softplus(gates.x[..., gates.a].float() + gates.dt_bias)
     g = (-gates.a_log.float().exp() * softplus).float()  # [B, Q, H]
     beta = gates.x[..., gates.b].sigmoid().float()
-    state, outputs = kept.before(0).float(), []  # [B, H, K, V]
+    outputs = []
     for token in range(mixed.shape[1]):
         key = k[:, token, :, :, None]
-        state = state * g[:, token].exp()[..., None, None]
+        state = kept.before(token).float() * g[:, token].exp()[..., None, None]  # [B, H, K, V]
         learnt = (v[:, token] - (state * key).sum(-2)) * beta[:, token, :, None]
         state = state + key * learnt[..., None, :]
         kept.put(token, state)
@@ -156,16 +156,19 @@ def _delta_rule_kernel(
     v_column = 2 * KEY_HEADS * KEYS + head * VALUES + value
     place = head * (KEYS * VALUES) + key[:, None] * VALUES + value[None, :]
     wait_for_dependencies(PDL)
-    first = tl.load(slots + row * tokens) % size * rows + row
-    state = tl.load(states + first * (HEADS * KEYS * VALUES) + place, mask=inside, other=0.0)
+    first_slot = tl.load(slots + row * tokens)
+    first = (first_slot % size * rows + row) * (HEADS * KEYS * VALUES)
+    state = tl.zeros((BLOCK_KEYS, BLOCK), tl.float32)
     for token in range(tokens):
         at = row * tokens + token
+        slot = tl.load(slots + at)
+        if slot == first_slot:  # the first token, perhaps once more
+            state = tl.load(states + first + place, mask=inside, other=0.0)
         q = tl.load(mixed + at * width + q_column, mask=known_keys, other=0.0).to(tl.float32)
         k = tl.load(mixed + at * width + k_column, mask=known_keys, other=0.0).to(tl.float32)
         v = tl.load(mixed + at * width + v_column, mask=known_values, other=0.0).to(tl.float32)
         a = tl.load(gates + at * gates_width + a_column).to(tl.float32) + shift
         b = tl.load(gates + at * gates_width + b_column)
-        next_slot = tl.load(slots + at) + 1
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale)
         k = k * tl.rsqrt(tl.sum(k * k, 0) + EPS)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
@@ -175,5 +178,5 @@ def _delta_rule_kernel(
         state = state + k[:, None] * learnt[None, :]
         result = tl.sum(state * q[:, None], 0)
         tl.store(out + (at * HEADS + head) * VALUES + value, result.to(out.dtype.element_ty), mask=known_values)
-        entry = next_slot % size * rows + row
+        entry = (slot + 1) % size * rows + row
         tl.store(states + entry * (HEADS * KEYS * VALUES) + place, state, mask=inside)

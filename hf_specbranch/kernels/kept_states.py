@@ -12,7 +12,8 @@ class KeptStates(NamedTuple):
     """The states of a layer after each of the last tokens, for each row of a batch.
 
     The state before slot `s` of row `r` is entry `s % size * B + r`. So the slots of a pass say where its first state
-    is, and where each further state goes. The slots of a row follow each other, and there are fewer than `size`.
+    is, and where each further state goes. The slots of a row follow each other, and there are fewer than `size`. Only
+    the first may be repeated, by the same token: a row that has fewer tokens to read than others.
     """
 
     states: Tensor  # [size * B, ...]

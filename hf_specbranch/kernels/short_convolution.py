@@ -78,13 +78,13 @@ def short_convolution_reference(
     kept: KeptStates,
 ) -> Tensor:
     """Compute what `short_convolution` does, in plain torch."""
-    tokens, taps = x.shape[1], weight.shape[1]
-    inputs = torch.cat([kept.before(0).to(x.dtype), x[..., columns].transpose(1, 2)], dim=-1)  # [B, C, W + Q]
-    for token in range(tokens):
-        kept.put(token, inputs[..., token + 1 : token + 1 + taps])
-    windows = inputs[..., 1:].unfold(-1, taps, 1).to(weight.dtype)  # [B, C, Q, W]
+    inputs, windows = x[..., columns], []
+    for token in range(x.shape[1]):
+        windows.append(torch.cat([kept.before(token)[..., 1:].to(x.dtype), inputs[:, token, :, None]], dim=-1))
+        kept.put(token, windows[token])
+    window = torch.stack(windows, dim=2).to(weight.dtype)  # [B, C, Q, W]
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    out = (windows.to(wide) * weight.to(wide)[:, None]).sum(-1)
+    out = (window.to(wide) * weight.to(wide)[:, None]).sum(-1)
     if bias is not None:
         out = out + bias.to(wide)[:, None]
     out = out.to(weight.dtype)
@@ -122,15 +122,20 @@ def _convolution_kernel(
     place = channel[:, None] * TAPS + tap[None, :]  # in the weight, and in a window
     factors = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     wait_for_dependencies(PDL)
-    at = token - TAPS + 1 + tap  # the tokens of the window; those below 0 are in the first state
-    first = (tl.load(slots + row * tokens) % size * rows + row) * channels * TAPS
+    slot, first_slot = tl.load(slots + row * tokens + token), tl.load(slots + row * tokens)
+    last_slot = tl.load(slots + row * tokens + tokens - 1)
+    behind = slot - first_slot - TAPS + 1 + tap  # the slots of the window, after the first; below 0 in the first state
+    at = tokens - 1 + first_slot - last_slot + behind  # their tokens
+    first = (first_slot % size * rows + row) * channels * TAPS
     before = tl.load(
-        states + first + channel[:, None] * TAPS + (TAPS + at)[None, :], mask=inside & (at < 0)[None, :], other=0.0
+        states + first + channel[:, None] * TAPS + (TAPS + behind)[None, :],
+        mask=inside & (behind < 0)[None, :],
+        other=0.0,
     )
     read = tl.load(
-        x + (row * tokens + at)[None, :] * width + column[:, None], mask=inside & (at >= 0)[None, :], other=0.0
+        x + (row * tokens + at)[None, :] * width + column[:, None], mask=inside & (behind >= 0)[None, :], other=0.0
     )
-    window = tl.where((at < 0)[None, :], before, read)
+    window = tl.where((behind < 0)[None, :], before, read)
     total = tl.sum(window.to(tl.float32) * factors, 1)
     if BIAS:
         total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
@@ -138,5 +143,5 @@ def _convolution_kernel(
     if ACTIVATION > 0:
         result = activated(result, ACTIVATION)
     tl.store(out + (row * tokens + token) * channels + channel, result, mask=known)
-    after = ((tl.load(slots + row * tokens + token) + 1) % size * rows + row) * channels * TAPS
+    after = ((slot + 1) % size * rows + row) * channels * TAPS
     tl.store(states + after + place, window, mask=inside)

@@ -30,6 +30,9 @@ class AnglesForward(Replacement):
         self.module, self.table, self.wide = module, table, wide
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        if position_ids.ndim > 2:  # on several axes, which the module joins in a way of its own
+            cos, sin = type(self.module).forward(self.module, x, position_ids)
+            return cos, sin
         frequencies, scaling = frequencies_of(self.module, layer_type)
         dtype = torch.float32 if self.wide else x.dtype
         cos, sin = angles(position_ids, frequencies, scaling, dtype, self.table == "neighbours")

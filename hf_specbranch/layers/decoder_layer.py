@@ -45,7 +45,8 @@ STRUCTURES = (
     Structure(INPUT, None, POST_ATTENTION, None, parallel=True),  # GPT-NeoX
 )
 NORM_NAMES = set().union(*(structure.norms for structure in STRUCTURES))
-ATTENTION_NAMES = ("self_attn", "attention")
+RECURRENT_NAMES = ("linear_attn",)  # in place of attention; they take other arguments and return a tensor
+ATTENTION_NAMES = ("self_attn", "attention", *RECURRENT_NAMES)
 MLP_NAMES = ("mlp", "block_sparse_moe")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
@@ -67,6 +68,7 @@ class LayerForward(Replacement):
         super().__init__([*layer_norms(module), *([] if following is None else [following])])
         self.module, self.structure, self.ahead, self.form, self.following = module, structure, ahead, form, following
         self.attention, self.mlp = attention_of(module), mlp_of(module)
+        self.is_recurrent = any(self.attention is getattr(module, name, None) for name in RECURRENT_NAMES)
         self.scale = float(getattr(module, "residual_multiplier", 1.0))
         self.has_ties = looks_like_mixture(self.mlp)
 
@@ -75,7 +77,7 @@ class LayerForward(Replacement):
         names = ("attention_mask", "position_ids", "past_key_values")
         self._expect(self.attention, None if structure.after_attention or structure.parallel else residual)
         normed = self._input(residual, structure.before_attention, self.attention)
-        out, *_ = self.attention(hidden_states=normed, **dict(zip(names, args)), **kwargs)
+        out = self._attend(normed, {**dict(zip(names, args)), **kwargs})
         first, also = self._norm(structure.after_mlp), None
         if structure.parallel:
             also = out
@@ -102,6 +104,15 @@ class LayerForward(Replacement):
                 self.ahead.known = total, self.following, normed_total
         layer_done()
         return total
+
+    def _attend(self, normed: Tensor | DeferredNorm, given: dict[str, Any]) -> Any:
+        """Return the output of attention, or of a recurrent layer: that knows no positions, and no mask of slots."""
+        if not self.is_recurrent:
+            return self.attention(hidden_states=normed, **given)[0]
+        given = {name: value for name, value in given.items() if not name.startswith("position")}
+        cache, mask = given.pop("past_key_values", None), given.pop("attention_mask", None)
+        mask = mask if mask is None or mask.ndim == 2 else None
+        return self.attention(hidden_states=normed, cache_params=cache, attention_mask=mask, **given)
 
     def _expect(self, module: nn.Module, residual: Tensor | None) -> None:
         """Say what the output of attention or MLP may be: partials, or a sum with the residual, if it is given."""
@@ -154,7 +165,7 @@ def looks_like_layer(module: Any) -> bool:
 
 
 def attention_of(module: Any) -> Any:
-    """Return the attention of a layer, under one of its names; None if there is none."""
+    """Return the attention of a layer, or the recurrent layer in its place, by name; None if there is none."""
     return next((inner for name in ATTENTION_NAMES for inner in submodules(module, (name,))), None)
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import FLOATS
+from ..kernels.deferred import WithResidual
 from ..kernels.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from ..kernels.gated_norm import gated_norm
 from ..kernels.kept_states import KeptStates, empty_states
+from ..kernels.linear import Partials
 from ..kernels.short_convolution import short_convolution
 from .base import Replacement, submodules
-from .norm import epsilon
+from .norm import Ahead, epsilon
 from .product import Product
 from .products import OwnProduct
 
@@ -43,16 +45,21 @@ class DeltaNetForward(Replacement):
         inputs: the product of all input projections.
         output: the product that reads the heads.
         heads: their sizes.
+        ahead: shared by the replacements of the model, if its layers are replaced.
     """
 
-    def __init__(self, module: Any, inputs: Product, output: Product, heads: DeltaHeads) -> None:
+    gives_partials = True
+
+    def __init__(
+        self, module: Any, inputs: Product, output: Product, heads: DeltaHeads, ahead: Ahead | None = None
+    ) -> None:
         super().__init__([*inputs.bypassed, *output.bypassed, module.conv1d, module.norm])
-        self.module, self.inputs, self.output, self.heads = module, inputs, output, heads
+        self.module, self.inputs, self.output, self.heads, self.ahead = module, inputs, output, heads, ahead
         self.columns = columns_of(len(inputs.layers) == 2, heads, module.conv1d.weight.device)
 
     def __call__(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    ) -> Tensor | Partials | WithResidual:
         states = self._states(hidden_states, cache_params, attention_mask)
         if states is None:  # the prompt, or a cache of transformers
             own: Tensor = type(self.module).forward(
@@ -65,7 +72,8 @@ class DeltaNetForward(Replacement):
         mixed = short_convolution(product, columns.mixed, weight, bias, "silu", windows)
         gates = DeltaGates(product, columns.a, columns.b, module.A_log, module.dt_bias)
         heads = delta_rule(mixed, gates, self.heads, kept)
-        return self.output(gated_norm(heads, module.norm.weight, epsilon(module.norm), product, columns.gate))
+        gated = gated_norm(heads, module.norm.weight, epsilon(module.norm), product, columns.gate)
+        return self.output(gated) if self.ahead is None else self.ahead.output_of(self.output, gated)
 
     def _states(
         self, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None
@@ -121,13 +129,14 @@ def delta_inputs(module: Any) -> Sequence[Any]:
 
 
 def recognise_delta_net(
-    module: Any, product_of: Callable[[Sequence[Any]], Product | None] = OwnProduct
+    module: Any, product_of: Callable[[Sequence[Any]], Product | None] = OwnProduct, ahead: Ahead | None = None
 ) -> DeltaNetForward | None:
     """Return a replacement if this looks like a gated delta network.
 
     Args:
         module: any module.
         product_of: computes products; default: by the layers' own code.
+        ahead: shared by the replacements of the model, if its layers are replaced.
     """
     heads, layers = _heads_of(module), delta_inputs(module)
     if heads is None or not layers:
@@ -138,7 +147,7 @@ def recognise_delta_net(
         return None
     if inputs.out_features != 2 * (keys + values + heads.value_heads) or len(module.conv1d.weight) != 2 * keys + values:
         return None
-    return DeltaNetForward(module, inputs, output, heads)
+    return DeltaNetForward(module, inputs, output, heads, ahead)
 
 
 def _heads_of(module: Any) -> DeltaHeads | None:

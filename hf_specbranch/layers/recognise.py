@@ -63,7 +63,7 @@ def recognise(
             or recognise_router(module, call, tuned, handoff)
             or recognise_experts(module, handoff)
             or recognise_mixture(module, call, handoff, ahead)
-            or recognise_delta_net(module, partial(product_of, tuned=tuned))
+            or recognise_delta_net(module, partial(product_of, tuned=tuned), ahead)
         )
         if found is not None:
             candidates[module] = found

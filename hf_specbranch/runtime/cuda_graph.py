@@ -240,19 +240,18 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
 
 
 def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
-    """Return why a forward of this model cannot be captured, found out by trying; empty if it can be.
+    """Return why a forward of this model cannot be captured, such as that it waits for the device; empty if it can be.
 
-    One that waits for the device cannot be captured; one of a recurrent layer might change objects of Python.
+    This is found out by trying.
     """
     reasons, adapters = state_of(model).sync_reasons, adapter_state(model)
     if adapters not in reasons and load_check(model, "syncs") is False:
         return reasons.setdefault(adapters, "")
     if adapters not in reasons:
         tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-        runner = EagerRunner(model, masks)
-        runner.reserve(1, 2)
+        (runner := EagerRunner(model, masks)).reserve(1, 2)
         before = int(runner.is_recurrent)  # a recurrent state needs a token before it
-        visible = torch.ones((1, 1, 1 + before), dtype=torch.bool, device=tokens.device)
+        visible = tokens.new_ones((1, 1, 1 + before), dtype=torch.bool)
         forward = partial(runner.forward, tokens, tokens + before, tokens + before, visible)
         with state_of(model).kernel_lock, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,0 +1,102 @@
+"""Models with recurrent layers run captured: the same tokens, and states at addresses that do not change."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_specbranch.layers import fuse, fused
+from hf_specbranch.layers.decoder_layer import LayerForward
+from hf_specbranch.layers.delta_net import DeltaNetForward
+from hf_specbranch.layers.storage import joined
+from hf_specbranch.model_state import state_of
+from hf_specbranch.runtime.recurrent_cache import RecurrentCache
+from hf_specbranch.runtime.recurrent_modules import owners_of
+
+from .models import config
+from .test_recurrent import ENDS, assert_equal, attached_pair, plain_model, slowly
+
+DELTA_NETWORKS = ["qwen3_next", "qwen3_5_text"]
+
+
+def addresses(model):
+    """Where the idle runner of a model keeps states."""
+    (cache,) = [runner.cache for runner in state_of(model).idle_runners]
+    assert isinstance(cache, RecurrentCache)
+    kept = [memory for _, layer in cache.recurrent_layers() for memory in (*layer.kept.values(), *layer.states())]
+    tensors = [each[1] if isinstance(each, tuple) else each for each in kept]
+    return [tensor.data_ptr() for tensor in (cache.history.slots, *tensors)]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("qwen3_next", "pearl"), ("qwen3_5_text", "vanilla"), ("mamba2", "specbranch"), slowly("falcon_h1", "pearl")],
+)
+def test_captured_stages_equal_plain_generate(name, policy, graph_runners):
+    plain, model, draft = attached_pair(name)
+    settings, found = config(policy, gamma=3, epsilon=0.0, kernels=True), []
+    for length in (7, 9):
+        inputs = torch.arange(3 * length).view(3, length) % 37 + 3
+        assert_equal(plain, model, draft, settings, input_ids=inputs, attention_mask=inputs > 4, eos_token_id=ENDS)
+        found.append((model.specbranch_stats.graphs_captured, addresses(model), addresses(draft)))
+    assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
+    assert found[0][0] > 0 == found[1][0] and found[0][1:] == found[1][1:]
+    assert "spans" in state_of(model).kernel_checks.values()
+    # Longer drafts need more states: they move, and what was captured is captured again.
+    settings = config(policy, gamma=9, epsilon=0.0, kernels=True)
+    assert_equal(plain, model, draft, settings, eos_token_id=ENDS)
+    assert addresses(model) != found[1][1] and model.specbranch_stats.graphs_captured > 0
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", DELTA_NETWORKS)
+def test_delta_networks_are_replaced(name):
+    model = copy.deepcopy(plain_model(name))
+    fuse(model)
+    layers = model.model.layers
+    networks = [layer.linear_attn for layer in layers if hasattr(layer, "linear_attn")]
+    with torch.no_grad(), fused(model):
+        assert all(isinstance(network.forward.ours, DeltaNetForward) for network in networks)
+        assert sum(isinstance(getattr(layer.forward, "ours", None), LayerForward) for layer in layers) == len(layers)
+    for network in networks:
+        inputs = [layer.weight for name, layer in network.named_children() if name.startswith("in_proj")]
+        assert joined(sorted(inputs, key=lambda weight: weight.data_ptr())) is not None
+
+
+@pytest.mark.parametrize("name", DELTA_NETWORKS)
+@pytest.mark.parametrize("part", ["dt_bias", "norm", "conv1d"])
+def test_faulty_delta_network_is_not_replaced(name, part):
+    """One that computes with something else than its parameters."""
+    model = copy.deepcopy(plain_model(name))
+    network = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    own = type(network).forward
+    changed = network.dt_bias if part == "dt_bias" else getattr(network, part).weight
+
+    class Odd(type(network)):
+        def forward(self, *args, **kwargs):
+            kept = changed.data
+            changed.data = kept * 1.5 + 0.5
+            try:
+                return own(self, *args, **kwargs)
+            finally:
+                changed.data = kept
+
+    network.__class__ = Odd
+    assert network not in owners_of(model).replacements
+    with torch.no_grad(), fused(model):
+        assert not isinstance(getattr(network.forward, "ours", None), DeltaNetForward)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("policy", ["autoregressive", "vanilla", "pearl", "specbranch", "auto"])
+@pytest.mark.parametrize("name", [*DELTA_NETWORKS, "falcon_h1", "mamba2", "lfm2"])
+def test_captured_on_a_gpu(name, policy, kernels):
+    plain, model, draft = (each.to("cuda") for each in attached_pair(name))
+    settings = config(policy, gamma=4, epsilon=0.0, kernels=kernels)
+    for length in (7, 12, 9):  # the second and third reuse caches and graphs
+        inputs = (torch.arange(3 * length, device="cuda").view(3, length) * 7) % 37 + 3
+        more = {"input_ids": inputs, "attention_mask": inputs > 4, "eos_token_id": ENDS}
+        assert_equal(plain, model, draft, settings, **more)
+    if name != "qwen3_next" or kernels:  # transformers' mixtures of experts wait for the device
+        assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
