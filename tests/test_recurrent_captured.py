@@ -1,6 +1,7 @@
 """Models with recurrent layers run captured: the same tokens, and states at addresses that do not change."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,7 +38,11 @@ def test_captured_stages_equal_plain_generate(name, policy, graph_runners):
     settings, found = config(policy, gamma=3, epsilon=0.0, kernels=True), []
     for length in (7, 9):
         inputs = torch.arange(3 * length).view(3, length) % 37 + 3
-        assert_equal(plain, model, draft, settings, input_ids=inputs, attention_mask=inputs > 4, eos_token_id=ENDS)
+        given = {"input_ids": inputs, "attention_mask": inputs > 4, "eos_token_id": ENDS}
+        assert_equal(plain, model, draft, replace(settings, runtime="eager"), **given)
+        accepted = model.specbranch_stats.num_accepted_tokens
+        assert_equal(plain, model, draft, settings, **given)
+        assert model.specbranch_stats.num_accepted_tokens == accepted > 0  # the states of the draft are right, too
         found.append((model.specbranch_stats.graphs_captured, addresses(model), addresses(draft)))
     assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
     assert found[0][0] > 0 == found[1][0] and found[0][1:] == found[1][1:]

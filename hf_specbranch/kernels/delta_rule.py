@@ -32,9 +32,9 @@ from .backend import (
 from .kept_states import KeptStates
 
 _EPS = 1e-6  # of the norm of q and k
-# Values of a head in a program. With 128 keys, a warp then holds its part of the state in 64 registers per thread, and
-# sums over the keys need no shared memory.
-_BLOCK = 16
+# Values of a head in a program. With 128 keys, a warp then holds its part of the state in 32 registers per thread (with
+# 16 values, registers are spilled), and sums over the keys need no shared memory.
+_BLOCK = 8
 
 
 class DeltaHeads(NamedTuple):

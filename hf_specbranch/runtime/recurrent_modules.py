@@ -98,10 +98,11 @@ class SteppedForward:
         if self.ours is not None:
             return self.ours(*args, **kwargs)
         outputs, count = [], cache.address.slots.shape[1]
-        entry = cache.history.entry(cache.address.slots[:, 0])
-        for layer, index in self.states:
-            cache.layers[layer].restore(entry, index)
         for token in range(count):
+            # Also after the first token: rows with fewer tokens to read than others begin with the same one repeatedly.
+            entry = cache.history.entry(cache.address.slots[:, token])
+            for layer, index in self.states:
+                cache.layers[layer].restore(entry, index)
             values = [_at(token, count, name, value) for name, value in zip(self.names, args)]
             named = {name: _at(token, count, name, value) for name, value in kwargs.items()}
             outputs.append(self.own(*values, **named))
