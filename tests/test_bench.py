@@ -434,7 +434,7 @@ def test_interrupted_run_writes_what_is_measured(stop, code, tmp_path):
         (["--grow", "7b"], "--grow 7b: expected the target's shape and the draft's"),
         (["--grow", "7b:9z"], "unknown shape '9z'"),
         (["--runtime", "warp"], "--runtime warp: expected one of"),
-        (["--dtype", "warp"], "dtype 'warp'"),
+        (["--dtype", "warp"], "--dtype warp: expected one of auto, float32"),
         (["--device", "toaster"], "--device toaster: expected cpu, cuda"),
         (["--draft", "other"], "--draft other without --target"),
         (["--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),

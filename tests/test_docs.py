@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import logging as python_logging
 import re
 import subprocess
 import sys
@@ -57,8 +58,17 @@ def python_pages(run):
     ]
 
 
+@pytest.fixture
+def same_log_level():
+    """A page shows how to change it."""
+    logger = python_logging.getLogger("hf_specbranch")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
 @pytest.mark.parametrize("page", python_pages(run=True), ids=name_of)
-def test_every_python_block_runs(page, tmp_path, monkeypatch):
+def test_every_python_block_runs(page, tmp_path, monkeypatch, same_log_level):
     """The blocks of a page are one program, read from top to bottom."""
     monkeypatch.chdir(tmp_path)
     logging.disable_progress_bar()

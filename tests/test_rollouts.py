@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -103,7 +104,10 @@ def data_parallel(target, draft):
     return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
 
-def test_data_parallel_training(target, draft, tmp_path):
+@pytest.mark.slow
+def test_data_parallel_training(tmp_path):
+    target = llama(0, **HEADS)
+    draft = noisy_copy(target, noise=0.1, seed=1)
     first, second = Processes(2, tmp_path, data_parallel, target, draft).results()
     assert torch.equal(first, second)
     assert not torch.equal(first, torch.cat([parameter.flatten() for parameter in target.parameters()]))
@@ -125,6 +129,7 @@ def fully_sharded(target, draft):
     return model.generate(**inputs, do_sample=False, max_new_tokens=4 + 8 * rank, eos_token_id=None), messages
 
 
+@pytest.mark.slow
 def test_fully_sharded_models_are_left_to_transformers(tmp_path):
     target = llama(0, **HEADS)
     found = Processes(2, tmp_path, fully_sharded, target, noisy_copy(target, noise=0.1, seed=1)).results()

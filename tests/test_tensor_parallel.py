@@ -59,7 +59,7 @@ def greedy(folder, draft, policies):
     return texts, sampled, model.specbranch_stats
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_return_the_text_of_one_process(count, pair, tmp_path):
     folder, target, draft = pair
     policies = (*POLICIES[1:], "auto") if count == 2 else ("specbranch",)
@@ -103,6 +103,7 @@ def longer(text, inputs):
     return {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], ones], dim=1)}
 
 
+@pytest.mark.slow
 def test_all_ranks_return_the_same_outputs(pair, tmp_path):
     folder, target, draft = pair
     inputs = prompt(2, 9, seed=3)
@@ -172,6 +173,7 @@ def failing(folder, draft):
     return errors, beams, model.generate(**inputs, do_sample=False, max_new_tokens=8)
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_is_raised_on_all_ranks(pair, tmp_path):
     folder, target, draft = pair
     first, second = Processes(2, tmp_path, failing, folder, draft).results()
@@ -194,7 +196,8 @@ def endless(folder, draft):
         model.generate(**inputs, do_sample=False, max_new_tokens=200, eos_token_id=None)
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 3])
 def test_a_killed_rank_makes_the_others_fail(killed, pair, tmp_path):
     folder, _, draft = pair
     ranks = Processes(4, tmp_path, endless, folder, draft)
@@ -229,6 +232,7 @@ def captures_of(model):
     return sum(runner.graphs_captured for runner in state_of(model).idle_runners)
 
 
+@pytest.mark.slow
 def test_ranks_capture_stages_together(pair, tmp_path):
     folder, target, draft = pair
     first, second = Processes(2, tmp_path, captured, folder, draft).results()

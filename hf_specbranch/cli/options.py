@@ -289,10 +289,15 @@ def place(device: str, dtype: str) -> tuple[str, str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"--device {device}: expected cpu, cuda, cuda:1 or another device of torch") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch sees no CUDA device; leave the option out to take what is there")
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {device}: {reason}; leave it out to take what is there") from error
+        raise ValueError(f"--device {device}: {reason}; leave the option out to take what is there") from error
     return device, dtype if dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"
 
 

@@ -37,6 +37,7 @@ from .resolve import Accounting
 from .scoring import can_guide, has_static_form, is_opaque
 from .sources import Sources
 from .target import Target
+from .target_states import TargetStates
 from .text import Text
 from .verifier import Verifier
 
@@ -307,8 +308,8 @@ class Assembly(Sources):
         if self.state_layers:
             outputs["output_hidden_states"] = True
 
-        def prefill() -> Any:
-            states = {} if target.states is None or returns_hidden else target.states.outputs
+        def prefill(given: TargetStates | None) -> Any:
+            states = {} if given is None or returns_hidden else given.outputs
             return call.model._prefill(call.input_ids, call.generation_config, {**kwargs, **states})
 
         next_position = self.further.position_ids
@@ -320,11 +321,10 @@ class Assembly(Sources):
         tokens_alone = alone and call.is_tokens_alone(self.attention, runner.takes_spans)
         fresh = not cached and call.ranks is None and self.head is None  # a head needs the states of the prompt
         reuses = call.config.prefix_reuse and fresh
-        target = Target(
+        return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
             self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks,
         )  # fmt: skip
-        return target
 
 
 def has_holes(attention: Tensor) -> bool:

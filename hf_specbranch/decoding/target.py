@@ -54,7 +54,7 @@ class Target:
         buffers: Buffers,
         runner: EagerRunner,
         text: Text,
-        prefill: Callable[[], Any],
+        prefill: Callable[[TargetStates | None], Any],
         attention: Tensor,
         first_position: Tensor,
         capacity: int,
@@ -119,7 +119,7 @@ class Target:
         filled = self.base + self.text.prompt_length
         self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
         self.runner.cache.append()
-        output = self.run_prefill()
+        output = self.run_prefill(self.states)
         layers = self.runner.cache.slot_layers()
         if (read := {layer.appended for _, layer in layers}) != {filled} and (layers or not self.runner.is_recurrent):
             # Images without tokens in their place, or layers that attend to something else than the text.
