@@ -292,12 +292,12 @@ def place(device: str, dtype: str) -> tuple[str, str]:
     except RuntimeError as error:
         raise ValueError(f"--device {device}: expected cpu, cuda, cuda:1 or another device of torch") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no CUDA device; leave the option out to take what is there")
+        raise ValueError(f"--device {device}: torch sees no CUDA device; leave it out to take what is there")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {device}: {reason}; leave the option out to take what is there") from error
+        raise ValueError(f"--device {device}: {reason}; leave it out to take what is there") from error
     return device, dtype if dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"
 
 
