@@ -3,7 +3,7 @@
 python examples/grpo.py
 
 The loop is that of TRL in a few lines: sample a group of answers per prompt with `generate()`, score them, and make the
-better ones of a group likelier. The weights change in place between calls; nothing has to be told to SpecBranch.
+better ones of a group likelier. The weights change in place between calls; SpecBranch notices that by itself.
 
 Speculation pays where a pass over several tokens takes about the time of a pass over one: on a GPU. On a CPU, passes
 over the drafts of a whole group take longer, and these rollouts are not faster.

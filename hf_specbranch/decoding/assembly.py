@@ -237,7 +237,7 @@ class Assembly(Sources):
         if self.static_shapes:
             self.runner.plans_run.add(self._stages(plan))
         source = self.source_of(plan, parts)
-        accounting = Accounting(self.stats, source.depth, getattr(source, "keeps_drafts", True))
+        accounting = Accounting(self.stats, source.depth, source.keeps_drafts)
         return parts._replace(drafter=source, accounting=accounting)
 
     def _stages(self, plan: SpecBranchConfig) -> PlanRun:

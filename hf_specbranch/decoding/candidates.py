@@ -101,7 +101,7 @@ class CandidateDraft:
     Args:
         generator: the user's.
         buffers: where the tokens are kept; those of the text.
-        verifier: verifies them; the generator is told its scores.
+        verifier: verifies them; its scores are passed on to the generator.
         attention: [B, P] bool, False where the prompt is padded.
         most: the most tokens to take.
         vocabulary: how many tokens the target scores.
@@ -162,7 +162,7 @@ class CandidateDraft:
         none = torch.zeros_like(self.sent)
         return torch.stack([self.sent, none, none, none, none, self.sent], dim=1)
 
-    # ---- what the generator is asked and told
+    # ---- calls of the generator
 
     def _ask(self, row: int) -> Candidates:
         if self.text.done[row]:

@@ -26,7 +26,7 @@ class DraftSource(Protocol):
         same_every_round: a round launches the same work whatever the last verify result was, so that the next round may
             start before the host has read it.
         keeps_drafts: what is left of a draft stays pending, where a round commits less than was accepted (rows in
-            step). A source that drafts anew in every round sets it to False; it may be missing, for True.
+            step). False for a source that makes a new draft in every round.
     """
 
     name: str
@@ -34,6 +34,7 @@ class DraftSource(Protocol):
     depth: int
     max_tokens_per_round: int
     same_every_round: bool
+    keeps_drafts: bool
 
     def prefill(self, length: int) -> None:
         """Read the first columns of the text."""

@@ -59,7 +59,7 @@ class Drafter:
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
         self.name, self.max_tokens_per_round = model.name, self.gamma + 2
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
-        self.same_every_round = self.policy.drafts_first and not self.policy.drafts_ahead
+        self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`
 
     def prefill(self, length: int) -> None:

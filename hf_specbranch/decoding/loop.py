@@ -198,7 +198,7 @@ class NoDraft:
         nothing: no draft tokens and no branches.
     """
 
-    name, depth, max_tokens_per_round, same_every_round = "", 0, 1, True
+    name, depth, max_tokens_per_round, same_every_round, keeps_drafts = "", 0, 1, True, True
 
     def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device

@@ -289,7 +289,7 @@ class Accounting:
     Args:
         stats: where to count.
         depth: tokens of a side branch after its first.
-        keeps_drafts: what is left of a draft stays pending. Otherwise the source drafts anew in every round.
+        keeps_drafts: what is left of a draft stays pending. Otherwise the source makes a new draft in every round.
     """
 
     def __init__(self, stats: SpecBranchStats, depth: int, keeps_drafts: bool = True) -> None:

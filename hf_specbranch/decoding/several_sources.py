@@ -33,6 +33,8 @@ class LookupBesideDraft:
         costs: what steps of both models cost.
     """
 
+    keeps_drafts = True
+
     def __init__(self, drafter: Drafter, lookup: LookupDraft, costs: StepCosts) -> None:
         self.drafter, self.lookup, self.costs = drafter, lookup, costs
         self.current: DraftSource = drafter

@@ -160,7 +160,7 @@ class Service:
 
     async def _follow(self, answers: list[Completion], grown: asyncio.Queue[int]) -> AsyncIterator[Event]:
         """Yield what is new in the answers, until all have ended."""
-        sent, told, open_ = [0] * len(answers), [0] * len(answers), set(range(len(answers)))
+        sent, sent_logprobs, open_ = [0] * len(answers), [0] * len(answers), set(range(len(answers)))
         while open_:
             choice = await grown.get()
             if choice not in open_:
@@ -172,14 +172,15 @@ class Service:
             text = answer.text()
             if reason is None and len(text) == sent[choice]:
                 continue
-            logprobs = answer.logprobs[told[choice] :]
+            logprobs = answer.logprobs[sent_logprobs[choice] :]
             yield {
                 "choice": choice,
                 "text": text[sent[choice] :],
                 "logprobs": None if answer.settings.logprobs is None else [self._named(each) for each in logprobs],
                 "finish_reason": reason,
             }
-            sent[choice], told[choice] = len(text), told[choice] + len(logprobs)
+            sent[choice] = len(text)
+            sent_logprobs[choice] += len(logprobs)
             if reason is not None:
                 open_.remove(choice)
 
