@@ -232,10 +232,11 @@ def test_hidden_states_are_captured_too(target, draft):
 
 
 def test_the_draft_may_live_on_another_device(target, draft):
-    kwargs = {**prompt(2), "max_new_tokens": 40, "do_sample": False}
+    settings = {"max_new_tokens": 40, "min_new_tokens": 30, "bad_words_ids": [[5], [7, 8]], "do_sample": False}
+    kwargs = {**prompt(2), **settings}
     expected = target.generate(**kwargs)
     on_cuda = specbranch(on_gpu(target))
-    got = on_cuda.generate(**to_gpu(kwargs_tensors(kwargs)), max_new_tokens=40, do_sample=False, assistant_model=draft)
+    got = on_cuda.generate(**to_gpu(prompt(2)), **settings, assistant_model=draft)
     assert torch.equal(got.cpu(), expected)
     got = attached(target).generate(**kwargs, assistant_model=on_gpu(draft))
     assert torch.equal(got, expected)
@@ -257,10 +258,6 @@ def test_target_and_draft_on_two_devices_overlap(place):
     stats = model.specbranch_stats
     assert torch.equal(got, expected)
     assert stats.branch_hits > 0 and stats.hidden_fraction > 0.1, stats
-
-
-def kwargs_tensors(kwargs):
-    return {name: value for name, value in kwargs.items() if torch.is_tensor(value)}
 
 
 @pytest.mark.parametrize("drafting", ["greedy", "sample"])

@@ -46,6 +46,7 @@ def attached_pair(name, noise=0.04, dtype=torch.float32):
 def assert_equal(plain, model, draft, settings, rows=3, **more):
     arguments = {**prompt(rows, length=7, vocabulary=40), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     arguments |= more
+    arguments |= {name: arguments[name].to(plain.device) for name in ("input_ids", "attention_mask")}
     expected = plain.generate(**arguments)
     assert torch.equal(model.generate(**arguments, assistant_model=draft, specbranch=settings), expected)
     assert model.specbranch_stats is not None  # it did not fall back

@@ -250,7 +250,7 @@ def captured_on_gpu(folder, draft):
 
     torch.cuda.set_device(0)
     mesh = {"device_mesh": init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))}
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **mesh).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **mesh).eval().cuda()
     specbranch(model, draft=draft.cuda())
     inputs = {name: each.cuda() for name, each in prompt(2, 9, seed=4).items()}
     texts, stats = [], []

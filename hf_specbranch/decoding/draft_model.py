@@ -77,9 +77,10 @@ class DraftModel:
         self.earliest: int | Tensor = buffers.tensor("draft.earliest", (1,)) if runner.is_recurrent else 0
         self.scorer: Scorer | None = None
         if processors:
-            static = buffers.static_shapes
-            scorer = StaticScorer(processors, buffers, "draft", vocabulary) if static else ExactScorer(processors)
-            self.scorer = scorer
+            if buffers.static_shapes:
+                self.scorer = StaticScorer(processors, buffers, "draft", vocabulary)
+            else:
+                self.scorer = ExactScorer(processors, self.device)
         # A guide follows one pending draft, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
         self.guide = Guide.for_draft(processors, length, ends) if guided else None

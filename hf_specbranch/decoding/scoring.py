@@ -17,6 +17,7 @@ no device synchronisation.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -108,11 +109,12 @@ class ExactScorer:
 
     Args:
         processors: the user's; opaque ones are left out.
+        device: where the logits are; the draft may be on another device than the target.
     """
 
-    def __init__(self, processors: Sequence[Processor]) -> None:
+    def __init__(self, processors: Sequence[Processor], device: torch.device) -> None:
         given = stateless(processors)
-        self.processors = [processor for processor in given if not isinstance(processor, RowProcessor)]
+        self.processors = [copied_to(device, each) for each in given if not isinstance(each, RowProcessor)]
         self.by_row = [processor for processor in given if isinstance(processor, RowProcessor)]
         self.reads_text = any(type(processor) in PREFIX for processor in self.processors)
 
@@ -137,6 +139,15 @@ def can_guide(processor: Processor) -> bool:
 def stateless(processors: Sequence[Processor]) -> list[Processor]:
     """Return the processors that may be called at any position in any order."""
     return [processor for processor in processors if not is_opaque(processor)]
+
+
+def copied_to(device: torch.device, processor: Processor) -> Processor:
+    """Return a copy of a stateless processor whose tensors, also those that it makes later, are on this device."""
+    copied = copy.copy(processor)
+    for name, value in vars(processor).items():
+        if isinstance(value, Tensor):
+            setattr(copied, name, value.to(device))
+    return copied
 
 
 def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]], logits: Tensor) -> Tensor:

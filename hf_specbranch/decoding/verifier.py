@@ -77,9 +77,10 @@ class Verifier:
             text.resolved_on_device = True
         self.scorer: Scorer | None = None
         if processors:
-            static = buffers.static_shapes
-            scorer = StaticScorer(processors, buffers, "verifier", vocabulary) if static else ExactScorer(processors)
-            self.scorer = scorer
+            if buffers.static_shapes:
+                self.scorer = StaticScorer(processors, buffers, "verifier", vocabulary)
+            else:
+                self.scorer = ExactScorer(processors, text.ids.device)
         self.host_copies = HostCopies(text.ids.device)
         branches = (rows, int(in_triton))  # the kernel takes at least one, which does not exist
         self.nothing = (  # no draft tokens and no branches: for the prompt, and for methods that never draft
