@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .attachment import Attachment
+from .attachment import Attachment, restore_class
 from .config import SpecBranchConfig
 from .corpus import LookupCorpus
 from .decoding.candidates import check_generator
 from .kernels import warm_up_in_background
-from .mixin import SpecBranchMixin, attach, restore_class
+from .mixin import SpecBranchMixin
 from .model_state import draft_model, transformers_model
 from .request import check_model, check_pair
 from .runtime.ranks import follows
@@ -140,6 +141,34 @@ def _load(
     if None in tokenizers or translation_for(target, draft, *tokenizers) is None:
         tokenizers = None, None
     return cast(PreTrainedModel, draft.to(target.device).eval()), tokenizers
+
+
+def attach(model: Any) -> SpecBranchMixin:
+    """Give a model the mixin, unless it has it."""
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"{type(model).__name__} cannot generate text: load it with AutoModelForCausalLM")
+    if not isinstance(model, SpecBranchMixin):
+        model.__class__ = _attached_class(cast(Any, type(model)))
+    return cast(SpecBranchMixin, model)
+
+
+@lru_cache(maxsize=64)
+def _attached_class(original: Any) -> Any:
+    """Return a subclass with the name and the module of the original."""
+    names = ("__module__", "__qualname__", "__doc__")
+    namespace = {name: getattr(original, name) for name in names}
+    namespace |= {"_specbranch_original": original, "__reduce_ex__": _reduce}
+    return type(original.__name__, (SpecBranchMixin, original), namespace)
+
+
+def _reduce(model: Any, protocol: Any) -> Any:
+    """Pickle as the original class, to which the mixin is attached again; the attached class cannot be imported."""
+    return _attached_blank, (type(model)._specbranch_original,), model.__dict__
+
+
+def _attached_blank(original: Any) -> Any:
+    attached = _attached_class(original)
+    return attached.__new__(attached)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a model remembers of `specbranch(model, ...)`."""
+"""What a model remembers of `specbranch(model, ...)`, and how it forgets it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ class Attachment:
     def __post_init__(self) -> None:
         given = self.draft, self.candidates, self.corpus, self.config
         self.asks = self.looks_up or any(each is not None for each in given)
+
+
+def restore_class(model: Any) -> None:
+    """Give an attached model its original class again, and forget what was attached."""
+    for name in ("_specbranch_memory", "specbranch_stats"):
+        model.__dict__.pop(name, None)
+    model.__class__ = type(model)._specbranch_original

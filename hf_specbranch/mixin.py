@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from .attachment import Attachment
+from .attachment import Attachment, restore_class
 from .config import SpecBranchConfig
 from .decoding.call import Call
 from .decoding.engine import speculate
@@ -312,39 +312,3 @@ class SpecBranchMixin(GenerationMixin):
         forget(cast(PreTrainedModel, self))
         restore_class(self)
         return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class, to which the mixin is attached again; the attached class cannot be imported."""
-        original = getattr(type(self), "_specbranch_original", None)
-        if original is None:
-            return super().__reduce_ex__(protocol)
-        return _attached_blank, (original,), self.__dict__
-
-
-def attach(model: Any) -> SpecBranchMixin:
-    """Give a model the mixin, unless it has it."""
-    if not isinstance(model, GenerationMixin):
-        raise TypeError(f"{type(model).__name__} cannot generate text: load it with AutoModelForCausalLM")
-    if not isinstance(model, SpecBranchMixin):
-        model.__class__ = _attached_class(cast(Any, type(model)))
-    return cast(SpecBranchMixin, model)
-
-
-def restore_class(model: SpecBranchMixin) -> None:
-    """Take the mixin away again."""
-    for name in ("_specbranch_memory", "specbranch_stats"):
-        model.__dict__.pop(name, None)
-    model.__class__ = cast(Any, type(model))._specbranch_original
-
-
-@lru_cache(maxsize=64)
-def _attached_class(original: Any) -> Any:
-    """Return a subclass with the name and the module of the original."""
-    names = ("__module__", "__qualname__", "__doc__")
-    namespace = {name: getattr(original, name) for name in names} | {"_specbranch_original": original}
-    return type(original.__name__, (SpecBranchMixin, original), namespace)
-
-
-def _attached_blank(original: Any) -> Any:
-    attached = _attached_class(original)
-    return attached.__new__(attached)
