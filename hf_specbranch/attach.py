@@ -20,8 +20,8 @@ from .decoding.candidates import check_generator
 from .kernels import warm_up_in_background
 from .mixin import SpecBranchMixin
 from .model_state import draft_model, transformers_model
-from .request import check_model, check_pair
 from .runtime.ranks import follows
+from .runtime.selection import check_model, check_pair
 from .target_heads.calls import what_drafts
 from .target_heads.loading import load_head
 from .vocabularies import load_tokenizer, translation_for

@@ -23,30 +23,27 @@ from transformers.generation import CandidateGenerator
 
 from .attachment import Attachment, restore_class
 from .config import SpecBranchConfig
-from .decoding.call import Call
+from .decoding.call import Call, Request, warming_up
 from .decoding.engine import speculate
 from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
 from .draft_settings import with_translation
+from .fallback import FallBack, seeded_from
 from .heads.model import resolve_head
 from .model_state import draft_model, ranks_of
 from .padding_check import check_padded_batches
-from .plain_calls import leave_refused_inputs, seeded_from, why_left_alone, why_refused
+from .plain_calls import why_left_alone, why_refused
 from .planning.knowledge import forget
 from .request import (
-    FallBack,
     MergedSettings,
-    Request,
     by_name,
     call_config,
-    check_inputs,
     check_request,
     lookup_on,
     settings_for_sources,
     tokenizers_of,
-    warming_up,
     why_plain,
 )
 from .runtime.selection import release
@@ -276,12 +273,8 @@ class SpecBranchMixin(GenerationMixin):
             return speculate(call) if request.warm_up is None else capture_stages(call, request.warm_up)
 
         try:
-            if request.warm_up is not None:
-                pass
-            elif request.asked:
-                check_inputs(model, input_ids, model_kwargs)
-            else:
-                leave_refused_inputs(model, input_ids, model_kwargs)
+            if request.warm_up is None and (reason := call.why_prompt_is_refused()):
+                raise ValueError(reason) if request.asked else FallBack(reason)
             if not bool(call.attention().all()):
                 check_padded_batches(model)
             if call.ranks is None:

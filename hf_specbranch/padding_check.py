@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from .config import SpecBranchConfig
+from .fallback import FallBack
 from .model_state import agreed, state_of
-from .request import FallBack
 
 LENGTH, PADDING = 6, 2
 # Root mean square difference of the logits, in units of their spread. Padding that is read differently gives about 1.

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from .checks import FAILED, OK, WARNING, Check
 from .model_state import weight_bytes
 from .other_tokenizer import describe_sharing
-from .request import check_model, check_pair
 from .runtime.mask_probe import mask_maker_for
-from .runtime.selection import why_not_captured
+from .runtime.selection import check_model, check_pair, why_not_captured
 from .vocabularies import translation_for
 
 CACHE_TOKENS = 4096  # the context length for which the size of the KV caches is reported

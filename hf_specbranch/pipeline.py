@@ -10,7 +10,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from .attach import specbranch
 from .model_state import draft_model, transformers_model
-from .request import check_model, check_pair
+from .runtime.selection import check_model, check_pair
 
 TASK = "specbranch-text-generation"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,12 @@ from transformers.generation import CandidateGenerator, GenerationMode
 
 from .attachment import Attachment
 from .config import LOOKUP_TOKENS, SpecBranchConfig
-from .corpus import LookupCorpus
 from .decoding.candidates import settings_for_candidates
-from .decoding.hooks import SpeculationHook
 from .decoding.policies import POLICIES
-from .model_state import every_parameter, is_compiled, is_offloaded, ranks_of, why_adapters_need_plain
-from .progress import Progress
-from .runtime.eager import layer_kinds
+from .model_state import every_parameter, ranks_of, why_adapters_need_plain
 from .runtime.kv_cache import why_not_loaded
-from .runtime.positions import LengthDependentRotary
-from .runtime.recurrent_cache import is_recurrent
+from .runtime.selection import check_model, check_pair
 from .target_heads.base import TargetHead
-from .vocabularies import Translation
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -39,10 +31,6 @@ CANDIDATE_SOURCES = (
 
 
 POSITIONAL = [name for name in inspect.signature(GenerationMixin.generate).parameters if name not in ("self", "kwargs")]
-
-
-class FallBack(Exception):
-    """This call is left to transformers' own decoding; the message says why. Raised before the first token."""
 
 
 def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,44 +106,6 @@ def _is_filled_in(config: GenerationConfig | None) -> bool:
     return all(getattr(config, name, None) is not None for name, value in DEFAULTS.items() if value is not None)
 
 
-warming_up: ContextVar[Progress | None] = ContextVar("warming_up", default=None)
-
-
-@dataclass
-class Request:
-    """What one `generate()` call asks of SpecBranch.
-
-    It is passed on as the call's `assistant_model`, so that it reaches the decoding of this call and no other: a
-    processor or streamer may call `generate()` of this or any other model meanwhile.
-    """
-
-    config: SpecBranchConfig
-    draft: PreTrainedModel | None
-    hooks: Sequence[SpeculationHook]
-    generator: torch.Generator | None
-    fills_cache: bool  # past_key_values was passed in
-    corpus: LookupCorpus | None
-    candidates: CandidateGenerator | None  # drafts in place of a model
-    observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
-    asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
-    translation: Translation | None = None  # to the draft's tokenizer, if it is another one
-    # Capture all stages instead of generating, and report progress here.
-    warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
-
-    def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
-        """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
-        config, draft = self.config, self.draft
-        has_copies = not isinstance(draft, TargetHead) and self.translation is None
-        if draft is None or not has_copies or not POLICIES[config.policy].drafts:
-            return draft
-        off = (None,) if draft.device.type == "cuda" else (None, "auto")
-        if all(setting in off for setting in config.draft_form):
-            return draft
-        from .planning.draft_choice import draft_of_call
-
-        return draft_of_call(config, target, draft, samples, user=self)
-
-
 def call_config(
     given: Any, settings: MergedSettings, draft: PreTrainedModel | None, attached: Attachment | None = None
 ) -> SpecBranchConfig:
@@ -220,51 +170,7 @@ def tokenizers_of(settings: MergedSettings, attached: Attachment, assistant: Any
     return settings.tokenizer, settings.assistant_tokenizer
 
 
-# Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
-LARGEST_PADDING = 0.01
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-
-
-def check_model(model: PreTrainedModel, role: str) -> None:
-    """Refuse a model that cannot be a target or a draft (`role`)."""
-    name = type(model).__name__
-    if is_compiled(model):
-        raise ValueError(
-            f"the {role} is under torch.compile, which would compile it again for each shape: pass the model as it was "
-            f"loaded, on a GPU its stages are captured as CUDA graphs"
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"the {role} {name} is an encoder-decoder model: SpecBranch needs decoder-only models")
-    if getattr(model, "_is_stateful", False) and not _keeps_states_in_cache(model):
-        raise ValueError(
-            f"the {role} {name} keeps a recurrent state outside of its cache, where it cannot be rolled back: choose "
-            f"another model"
-        )
-    if role == "draft" and getattr(model, "_tp_size", None) is not None:
-        raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
-    is_placed = role == "target" or not model.get_input_embeddings().weight.is_meta
-    if any(parameter.is_meta for parameter in every_parameter(model)) and not (is_placed and is_offloaded(model)):
-        raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
-
-
-def _keeps_states_in_cache(model: PreTrainedModel) -> bool:
-    return any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True))))
-
-
-def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse a draft with another vocabulary, unless both tokenizers are known (`vocabularies.translation_for`)."""
-    ours, theirs = (model.config.get_text_config(decoder=True) for model in (target, draft))
-    names = f"target {_name(target)}: {ours.vocab_size} entries, draft {_name(draft)}: {theirs.vocab_size}"
-    if ours.vocab_size == theirs.vocab_size or (tokenizer is not None and draft_tokenizer is not None):
-        return
-    padding = abs(ours.vocab_size - theirs.vocab_size) / max(ours.vocab_size, theirs.vocab_size)
-    if padding > LARGEST_PADDING or ours.model_type != theirs.model_type:
-        raise ValueError(
-            f"vocabulary sizes differ ({names}): pass the target's tokenizer= and the draft's assistant_tokenizer=, or "
-            f"choose a draft that shares the target's tokenizer"
-        )
 
 
 def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: MergedSettings) -> str:
@@ -326,24 +232,3 @@ def check_request(
         )
     check_model(draft, "draft")
     check_pair(target, draft, tokenizer, assistant)
-
-
-def check_inputs(target: PreTrainedModel, input_ids: Any, model_kwargs: dict[str, Any]) -> None:
-    """Refuse prompts that are empty or longer than the context."""
-    rows, length = input_ids.shape
-    embedded = model_kwargs.get("inputs_embeds")
-    if rows == 0 or (length == 0 and embedded is None):
-        raise ValueError(
-            f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}): give at least one token per row"
-        )
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    mask = model_kwargs.get("attention_mask")
-    real = int(mask.sum(1).max()) if mask is not None else length
-    if limit is not None and 0 < limit < real and not LengthDependentRotary(target):
-        raise ValueError(
-            f"the prompt has {real} tokens and {type(target).__name__} a context of {limit}: shorten the prompt"
-        )
-
-
-def _name(thing: Any) -> str:
-    return getattr(thing, "name_or_path", "") or type(thing).__name__

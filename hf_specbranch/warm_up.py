@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from .decoding.call import warming_up
 from .model_state import state_of
 from .progress import TqdmProgress
-from .request import warming_up
 
 PROMPT = 8  # tokens of the prompt that stages are captured with
 

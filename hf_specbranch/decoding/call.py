@@ -1,9 +1,10 @@
-"""One `generate()` call as transformers has prepared it, and what follows from its arguments."""
+"""One `generate()` call: what it asks of SpecBranch (`Request`), and as transformers has prepared it (`Call`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,15 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
 from ..corpus import LookupCorpus
+from ..progress import Progress
 from ..runtime.kv_cache import past_length
+from ..runtime.positions import LengthDependentRotary
+from ..target_heads.base import TargetHead
 from ..vocabularies import Translation
 from .hooks import LengthHeadHook, SpeculationHook
 from .loop import Parts
 from .model_inputs import USUAL_INPUTS
+from .policies import POLICIES
 from .scoring import Processor, is_opaque, signature
 from .text import Stopper
 
@@ -29,6 +34,44 @@ OWN_WAYS = ("_prefill", "prepare_inputs_for_generation")
 # From this temperature on, tokens drawn from the draft were accepted at least as often as its likeliest ones
 # (docs/benchmarks.md). Towards 0 the two become the same, and likeliest tokens need no test against `q`.
 GREEDY_DRAFTS_BELOW = 0.3
+
+
+warming_up: ContextVar[Progress | None] = ContextVar("warming_up", default=None)
+
+
+@dataclass
+class Request:
+    """What one `generate()` call asks of SpecBranch.
+
+    It is passed on as the call's `assistant_model`, so that it reaches the decoding of this call and no other: a
+    processor or streamer may call `generate()` of this or any other model meanwhile.
+    """
+
+    config: SpecBranchConfig
+    draft: PreTrainedModel | None
+    hooks: Sequence[SpeculationHook]
+    generator: torch.Generator | None
+    fills_cache: bool  # past_key_values was passed in
+    corpus: LookupCorpus | None
+    candidates: CandidateGenerator | None  # drafts in place of a model
+    observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
+    asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
+    translation: Translation | None = None  # to the draft's tokenizer, if it is another one
+    # Capture all stages instead of generating, and report progress here.
+    warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
+
+    def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
+        """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
+        config, draft = self.config, self.draft
+        has_copies = not isinstance(draft, TargetHead) and self.translation is None
+        if draft is None or not has_copies or not POLICIES[config.policy].drafts:
+            return draft
+        off = (None,) if draft.device.type == "cuda" else (None, "auto")
+        if all(setting in off for setting in config.draft_form):
+            return draft
+        from ..planning.draft_choice import draft_of_call
+
+        return draft_of_call(config, target, draft, samples, user=self)
 
 
 @dataclass
@@ -140,6 +183,20 @@ class Call:
             torch.set_rng_state(state)
         else:
             self.generator.set_state(state)
+
+    def why_prompt_is_refused(self) -> str:
+        """Return why the prompt is refused: it is empty, or longer than the context. Empty if it is not refused."""
+        shape, length = tuple(self.input_ids.shape), self.input_ids.shape[1]
+        if self.rows == 0 or (length == 0 and self.model_kwargs.get("inputs_embeds") is None):
+            return f"the prompt is empty (input_ids of shape {shape}): give at least one token per row"
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        mask = self.model_kwargs.get("attention_mask")
+        real = int(mask.sum(1).max()) if mask is not None else length
+        if limit is not None and 0 < limit < real and not LengthDependentRotary(self.model):
+            return (
+                f"the prompt has {real} tokens and {type(self.model).__name__} a context of {limit}: shorten the prompt"
+            )
+        return ""
 
     def attention(self) -> Tensor:
         """[B, filled] bool over everything the target will have read, cached tokens included."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..fallback import FallBack
 from ..model_state import state_of
 from ..planning.online import Planner
 from ..planning.timer import SegmentTimer
-from ..request import FallBack
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap, cpu_threads

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..request import FallBack
+from ..fallback import FallBack
 from ..runtime.ranks import END, FAILED, FALL_BACK, INPUTS, PASS, PREFILL, LostRank, Order, Ranks, unpack
 from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..fallback import FallBack
 from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
-from ..request import FallBack
 from ..runtime.base import Step
 from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
 from ..runtime.prefill import can_prefill, prefill

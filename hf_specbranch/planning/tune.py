@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..config import SpecBranchConfig
 from ..decoding.assembly import is_cheap
 from ..progress import Progress
-from ..request import check_model, check_pair
+from ..runtime.selection import check_model, check_pair
 from .agreement import Agreement, record_agreement
 from .chooser import MIN_HIDDEN
 from .costs import StepCosts

@@ -1,4 +1,4 @@
-"""Chooses the runner for a model: CUDA graphs where it can be captured, eager elsewhere."""
+"""Which models can run, and on which runner: CUDA graphs where a model can be captured, eager elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,28 @@ from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION
 from ..layers.base import ThreadForward
-from ..model_state import adapter_state, every_module, every_parameter, state_of, unmerge_disabled
+from ..model_state import (
+    adapter_state,
+    every_module,
+    every_parameter,
+    is_compiled,
+    is_offloaded,
+    state_of,
+    unmerge_disabled,
+)
 from . import cuda_graph, idle_runners
-from .eager import EagerRunner, MaskMaker
+from .eager import EagerRunner, MaskMaker, layer_kinds
 from .mask_probe import mask_maker_for
 from .positions import LengthDependentRotary
+from .recurrent_cache import is_recurrent
 
 logger = logging.getLogger(__name__)
 
 MOST_RESERVED = 4096  # slots reserved in advance at most; when a cache grows, its graphs are captured again
 BRANCH_SLOTS = 256  # room for branches after the text
 SPARE_SLOTS = 256  # room for a text that the draft reads for the planner; see `prefill.read_in_spare_slots`
+# Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
+LARGEST_PADDING = 0.01
 
 
 @contextmanager
@@ -173,3 +184,49 @@ def release(model: PreTrainedModel) -> None:
     for _, copies in state_of(model).copies.values():
         for copy in copies:
             idle_runners.drop(copy)
+
+
+def check_model(model: PreTrainedModel, role: str) -> None:
+    """Refuse a model that cannot be a target or a draft (`role`)."""
+    name = type(model).__name__
+    if is_compiled(model):
+        raise ValueError(
+            f"the {role} is under torch.compile, which would compile it again for each shape: pass the model as it was "
+            f"loaded, on a GPU its stages are captured as CUDA graphs"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"the {role} must be a transformers PreTrainedModel, not {name}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"the {role} {name} is an encoder-decoder model: SpecBranch needs decoder-only models")
+    if getattr(model, "_is_stateful", False) and not _keeps_states_in_cache(model):
+        raise ValueError(
+            f"the {role} {name} keeps a recurrent state outside of its cache, where it cannot be rolled back: choose "
+            f"another model"
+        )
+    if role == "draft" and getattr(model, "_tp_size", None) is not None:
+        raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
+    is_placed = role == "target" or not model.get_input_embeddings().weight.is_meta
+    if any(parameter.is_meta for parameter in every_parameter(model)) and not (is_placed and is_offloaded(model)):
+        raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
+
+
+def _keeps_states_in_cache(model: PreTrainedModel) -> bool:
+    return any(map(is_recurrent, layer_kinds(model.config.get_text_config(decoder=True))))
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Refuse a draft with another vocabulary, unless both tokenizers are known (`vocabularies.translation_for`)."""
+    ours, theirs = (model.config.get_text_config(decoder=True) for model in (target, draft))
+    names = f"target {_name(target)}: {ours.vocab_size} entries, draft {_name(draft)}: {theirs.vocab_size}"
+    if ours.vocab_size == theirs.vocab_size or (tokenizer is not None and draft_tokenizer is not None):
+        return
+    padding = abs(ours.vocab_size - theirs.vocab_size) / max(ours.vocab_size, theirs.vocab_size)
+    if padding > LARGEST_PADDING or ours.model_type != theirs.model_type:
+        raise ValueError(
+            f"vocabulary sizes differ ({names}): pass the target's tokenizer= and the draft's assistant_tokenizer=, or "
+            f"choose a draft that shares the target's tokenizer"
+        )
+
+
+def _name(thing: Any) -> str:
+    return getattr(thing, "name_or_path", "") or type(thing).__name__

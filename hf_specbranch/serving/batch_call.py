@@ -12,7 +12,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from ..attachment import Attachment
 from ..config import SpecBranchConfig
-from ..decoding.call import Call
+from ..decoding.call import Call, Request
 from ..decoding.hooks import SpeculationHook
 from ..decoding.model_inputs import reread_of
 from ..decoding.policies import POLICIES
@@ -20,7 +20,7 @@ from ..decoding.text import Stopper
 from ..heads.model import resolve_head
 from ..mixin import SpecBranchMixin
 from ..model_state import ranks_of, transformers_model
-from ..request import DEFAULTS, MergedSettings, Request, call_config, check_request, lookup_on, why_plain, without_model
+from ..request import DEFAULTS, MergedSettings, call_config, check_request, lookup_on, why_plain, without_model
 from ..runtime.eager import layer_kinds
 from ..runtime.positions import LengthDependentRotary
 from ..runtime.recurrent_cache import is_recurrent
