@@ -1,9 +1,10 @@
 """The way from `generate()` to the decoding loop.
 
-`SpecBranchMixin.generate` shows all of it: merge the settings, validate them, attach a `Request` in place of the
-assistant model, and let transformers' own `generate()` prepare inputs, processors, stopping criteria and cache. It
-calls back `_validate_generation_mode`, which loads the length head, and `_assisted_decoding`, which runs the decoding
-loop. Where SpecBranch cannot serve a call, transformers' own decoding does, after one warning.
+`SpecBranchMixin.generate` shows all of it. It decides what drafts (`request.make_request`), refuses what cannot work,
+and calls transformers' own `generate()` with the `Request` in place of the assistant model. Transformers prepares
+inputs, processors, stopping criteria and cache, and calls back `_validate_generation_mode`, which loads the length
+head, and `_assisted_decoding`, which runs the decoding loop. What SpecBranch cannot serve, transformers' own decoding
+does, after one warning.
 
 `specbranch(model)` gives a loaded model this mixin (`attach.py`).
 """
@@ -29,26 +30,23 @@ from .decoding.hooks import SpeculationHook
 from .decoding.loop import Parts
 from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
-from .draft_settings import with_translation
 from .fallback import FallBack, seeded_from
 from .heads.model import resolve_head
-from .model_state import draft_model, ranks_of
+from .model_state import agreed, decided
 from .padding_check import check_padded_batches
-from .plain_calls import why_left_alone, why_refused
+from .plain_calls import why_left_alone
 from .planning.knowledge import forget
 from .request import (
     MergedSettings,
     by_name,
-    call_config,
-    check_request,
-    lookup_on,
-    settings_for_sources,
+    complete_request,
+    make_request,
+    remedy_if_nothing_serves,
     tokenizers_of,
-    why_plain,
+    why_candidates_are_theirs,
 )
 from .runtime.selection import release
 from .stats import SpecBranchStats
-from .target_heads.calls import drafted_by_transformers, what_drafts
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -119,74 +117,50 @@ class SpecBranchMixin(GenerationMixin):
             arguments |= {name: value for name, value in ours.items() if value is not None}
             return super().generate(assistant_model=assistant, **arguments)
 
-        # 1. Merge the settings. Without speculation there is nothing more to do.
+        # 1. Calls that ask for transformers' own decoding.
+        model, attachment = cast(PreTrainedModel, self), self._specbranch_memory
         settings = MergedSettings(arguments, self.generation_config)
         plain = partial(self._plain_generate, arguments, generator)
         if specbranch is False or settings.is_assistant:
             return plain(assistant)
-        source = settings.candidate_source
-        names_source = bool(source) or assistant is not None
-        if names_source and (theirs := drafted_by_transformers(source, assistant)):
+        if theirs := why_candidates_are_theirs(settings, assistant):
             if specbranch is not None:
                 self._warn_once(f"{theirs} names another source of candidates")
             return plain(assistant)
-        attachment = self._specbranch_memory
-        given = assistant if assistant is not None else attachment.candidates
-        candidates = given if isinstance(given, CandidateGenerator) else None
-        draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
-        if names_source:
-            draft = what_drafts(cast(PreTrainedModel, self), draft, source)
-        config = lookup_on(self.device, call_config(specbranch, settings, draft, attachment), attachment)
-        if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
-            draft = candidates = None  # as in transformers, lookup takes the place of a draft model
-            config = replace(config, policy="auto")
-        named = draft is not None or candidates is not None
-        asked = named or attachment.asks or not (specbranch is None and settings.specbranch is None)
 
-        # 2. Validate: bad input is an error, what is unsupported a reason to fall back. Rank 0 of a tensor parallel
-        # target has the draft, and decides for all ranks.
-        model = cast(PreTrainedModel, self)
-        ranks = ranks_of(model)
-        if ranks is not None:
-            asked, assistant = ranks.agree((asked, None if assistant is None else True))
-        if not asked and why_left_alone(model, settings):
+        # 2. What drafts, and with which settings. Rank 0 of a tensor parallel target has the draft, and decides.
+        request = make_request(
+            model, attachment, settings, assistant, specbranch,
+            hooks=tuple(speculation_hooks), generator=generator, observer=speculation_observer,
+        )  # fmt: skip
+        request.asked, has_assistant = agreed(model, (request.asked, assistant is not None))
+        if not request.asked and why_left_alone(model, settings):
             return plain()
-        tokenizers, translation = tokenizers_of(settings, attachment, assistant), None
 
-        def why_not_served() -> str:
-            nonlocal config, translation
-            config = settings_for_sources(config, draft, candidates)
-            check_request(model, draft if candidates is None else candidates, config, *tokenizers)
-            if None not in tokenizers:
-                config, translation = with_translation(model, draft, config, tokenizers)
-            return why_plain(model, draft, settings)
+        # 3. Validate: bad input is an error, what is unsupported a reason to fall back.
+        tokenizers = tokenizers_of(settings, attachment, has_assistant)
+        reason = decided(model, lambda: complete_request(model, request, settings, tokenizers))
+        head = length_head if length_head is not None else request.config.length_head or attachment.head
+        request.config = replace(request.config, length_head=head)
 
-        reason = why_not_served() if ranks is None else ranks.agree_on(why_not_served)
-
-        # 3. Attach the request. 4. and 5.: transformers prepares the call, and `_assisted_decoding` speculates.
-        head = length_head if length_head is not None else config.length_head or attachment.head
-        fills_cache = arguments.get("past_key_values") is not None
-        config = replace(config, length_head=head)
-        hooks, corpus = tuple(speculation_hooks), attachment.corpus
-        request = Request(config, draft, hooks, generator, fills_cache, corpus, candidates, speculation_observer, asked)
-        request.translation = translation
+        # 4. Transformers prepares the call, and `_assisted_decoding` speculates.
         if not reason:
             try:
                 return super().generate(assistant_model=request, **arguments)
             except FallBack as found:
                 reason = str(found)
 
-        # 6. Fall back.
-        if not asked:
-            return plain()
-        if assistant is not None and (remedy := why_refused(settings)):
-            raise ValueError(f"{reason}, and transformers' own assisted decoding refuses it too: {remedy}")
-        self._warn_once(reason)
+        # 5. Fall back.
+        if request.asked:
+            if has_assistant and (remedy := remedy_if_nothing_serves(settings)):
+                raise ValueError(f"{reason}, and transformers' own assisted decoding refuses it too: {remedy}")
+            self._warn_once(reason)
         return plain()
 
     def _plain_generate(
         self, arguments: dict[str, Any], generator: torch.Generator | None, assistant: Any = None
     ) -> Any:
+        """Leave a call to transformers' own decoding."""
         if warming_up.get() is not None:
             raise ValueError("there is nothing to warm up: transformers' own decoding would run")
         if isinstance(assistant, CandidateGenerator):
@@ -205,16 +179,15 @@ class SpecBranchMixin(GenerationMixin):
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any
     ) -> None:
-        """Step 4: called by transformers before any work; the length head is loaded and checked here."""
+        """Load and check the length head. Transformers calls this before any work."""
         request = generation_mode_kwargs.get("assistant_model")
         if not isinstance(request, Request):
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
             return
         if generation_mode_kwargs.get("synced_gpus"):  # transformers knows how the model is distributed
-            raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP")
-        load = partial(self._load_head, request, generation_mode_kwargs.get("tokenizer"))
-        ranks = ranks_of(cast(PreTrainedModel, self))
-        load() if ranks is None else ranks.agree_on(load)
+            raise FallBack("SpecBranch does not run under ZeRO-3 or FSDP (synced_gpus)")
+        tokenizer = generation_mode_kwargs.get("tokenizer")
+        decided(cast(PreTrainedModel, self), lambda: self._load_head(request, tokenizer))
 
     def _load_head(self, request: Request, tokenizer: Any) -> None:
         given = request.config.length_head
@@ -238,7 +211,7 @@ class SpecBranchMixin(GenerationMixin):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Step 5: called by transformers with the prepared call."""
+        """Run the decoding loop. Transformers calls this with the prepared call."""
         request = assistant_model
         if not isinstance(request, Request):
             return super()._assisted_decoding(
@@ -248,42 +221,16 @@ class SpecBranchMixin(GenerationMixin):
                 **model_kwargs,
             )  # fmt: skip
         model = cast(PreTrainedModel, self)
-        call = Call(
-            model=model,
-            draft=None,
-            config=request.config,
-            hooks=request.hooks,
-            generator=request.generator,
-            input_ids=input_ids,
-            processors=logits_processor,
-            criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            model_kwargs=model_kwargs,
-            fills_cache=request.fills_cache,
-            corpus=request.corpus,
-            candidates=request.candidates,
-            translation=request.translation,
-            observer=request.observer,
-            ranks=ranks_of(model),
+        call = request.prepared(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-
-        def run(call: Call) -> Any:
-            call = replace(call, draft=request.draft_of_call(model, bool(generation_config.do_sample)))
-            return speculate(call) if request.warm_up is None else capture_stages(call, request.warm_up)
-
         try:
             if request.warm_up is None and (reason := call.why_prompt_is_refused()):
                 raise ValueError(reason) if request.asked else FallBack(reason)
             if not bool(call.attention().all()):
                 check_padded_batches(model)
-            if call.ranks is None:
-                output, self.specbranch_stats = run(call)
-            else:
-                from .decoding.parallel_ranks import on_all_ranks
-
-                output, self.specbranch_stats = on_all_ranks(call, run)
-        except FallBack as found:  # step 6, from here: transformers has prepared everything
+            output, self.specbranch_stats = self._decode(call, request)
+        except FallBack as found:  # from here, since transformers has prepared everything
             if request.warm_up is not None:
                 raise
             if request.asked:
@@ -295,6 +242,20 @@ class SpecBranchMixin(GenerationMixin):
                 )  # fmt: skip
             self.specbranch_stats = None  # the check of padded batches may have set it
         return output
+
+    def _decode(self, call: Call, request: Request) -> tuple[Any, SpecBranchStats | None]:
+        """Generate, or capture the stages of a warm-up; in one process, or on all ranks of a tensor parallel target."""
+
+        def run(call: Call) -> tuple[Any, SpecBranchStats | None]:
+            samples = bool(call.generation_config.do_sample)
+            call = replace(call, draft=request.draft_of_call(call.model, samples))
+            return speculate(call) if request.warm_up is None else capture_stages(call, request.warm_up)
+
+        if call.ranks is None:
+            return run(call)
+        from .decoding.parallel_ranks import on_all_ranks
+
+        return on_all_ranks(call, run)
 
     def detach_specbranch(self) -> Any:
         """Undo `specbranch(model)`: restore the original class, forget draft and head, and release captured graphs."""

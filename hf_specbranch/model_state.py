@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ class ModelState:
     Attributes:
         mask_makers: the masks under which the model computes the right logits, by state of its adapters, dtype and
             attention implementation (`runtime.mask_probe`).
-        refusals: why a call without a draft is left to transformers, by the same (`request`).
+        refusals: why a call without a draft is left to transformers, by the same (`plain_calls`).
         state_owners: the modules that keep recurrent states (`runtime.recurrent_modules`).
         padding_is_plain: whether padded batches are read as plain `generate()` reads them (`padding_check`).
         sync_reasons: why a forward cannot be captured, empty if it can, by state of the adapters
@@ -107,6 +107,12 @@ def agreed(model: nn.Module, value: Found) -> Found:
     """Return what rank 0 of a tensor parallel model has found, on all of its ranks; in one process, the value."""
     ranks = ranks_of(model)
     return value if ranks is None else cast(Found, ranks.agree(value))
+
+
+def decided(model: nn.Module, decide: Callable[[], Found]) -> Found:
+    """Let rank 0 of a tensor parallel model decide, and return its result or raise its error on all ranks."""
+    ranks = ranks_of(model)
+    return decide() if ranks is None else cast(Found, ranks.agree_on(decide))
 
 
 def every_state() -> list[ModelState]:

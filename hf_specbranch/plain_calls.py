@@ -1,8 +1,8 @@
-"""Calls that are left to transformers' own decoding without a draft, or refused with one."""
+"""Calls for which nothing was asked of SpecBranch: which of them are plain `generate()`."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 from .model_state import adapter_state, state_of
 from .request import SUPPORTED_MODES, MergedSettings
@@ -33,14 +33,3 @@ def why_left_alone(target: PreTrainedModel, settings: MergedSettings) -> str:
         except (TypeError, ValueError) as refused:
             known[key] = str(refused)
     return known[key]
-
-
-def why_refused(settings: MergedSettings) -> str:
-    """Return the remedy for a call that neither SpecBranch nor transformers' assisted decoding takes; else empty."""
-    if settings.mode not in SUPPORTED_MODES:
-        return ""  # transformers ignores the assistant there
-    if settings.use_cache is False:
-        return "leave out use_cache=False, or leave out assistant_model="
-    if isinstance(settings.past_key_values, StaticCache):
-        return "pass a DynamicCache, or the whole text without past_key_values"
-    return ""

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from ..config import SpecBranchConfig
 from ..corpus import LookupCorpus
+from ..model_state import ranks_of
 from ..progress import Progress
 from ..runtime.kv_cache import past_length
 from ..runtime.positions import LengthDependentRotary
@@ -48,17 +49,48 @@ class Request:
     """
 
     config: SpecBranchConfig
-    draft: PreTrainedModel | None
-    hooks: Sequence[SpeculationHook]
-    generator: torch.Generator | None
-    fills_cache: bool  # past_key_values was passed in
-    corpus: LookupCorpus | None
-    candidates: CandidateGenerator | None  # drafts in place of a model
-    observer: Callable[[Any], Any] | None  # `decoding.loop.Parts` in, the same out
-    asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
+    draft: PreTrainedModel | None  # a model, or a head of the target
+    candidates: CandidateGenerator | None = None  # drafts in place of a model
+    corpus: LookupCorpus | None = None  # where lookup drafts are found besides the text
     translation: Translation | None = None  # to the draft's tokenizer, if it is another one
+    hooks: Sequence[SpeculationHook] = ()
+    generator: torch.Generator | None = None
+    observer: Callable[[Parts], Parts] | None = None  # wraps the parts of the loop to record what they do
+    fills_cache: bool = False  # the caller's own past_key_values is to be kept up to date
+    asked: bool = True  # a draft or settings were given; otherwise what cannot be served is left alone without a word
     # Capture all stages instead of generating, and report progress here.
     warm_up: Progress | None = field(default_factory=lambda: warming_up.get())
+
+    def prepared(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        processors: Sequence[Processor],
+        criteria: Sequence[Any],
+        generation_config: GenerationConfig,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Call:
+        """Return the call as transformers has prepared it, without its draft; see `draft_of_call`."""
+        return Call(
+            model=model,
+            draft=None,
+            config=self.config,
+            hooks=self.hooks,
+            generator=self.generator,
+            input_ids=input_ids,
+            processors=processors,
+            criteria=criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+            fills_cache=self.fills_cache,
+            corpus=self.corpus,
+            candidates=self.candidates,
+            translation=self.translation,
+            observer=self.observer,
+            ranks=ranks_of(model),
+        )
 
     def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
         """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""

@@ -1,7 +1,7 @@
 """What a draft source is: anything that proposes draft tokens for the target to verify.
 
 A draft model is the first (`drafter.Drafter`); `loop.NoDraft` proposes nothing. Another source implements this
-protocol, and `assembly.Assembly.with_drafter` chooses it.
+protocol, and `sources.Sources.source_of` chooses it.
 """
 
 from __future__ import annotations

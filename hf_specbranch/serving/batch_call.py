@@ -20,7 +20,7 @@ from ..decoding.text import Stopper
 from ..heads.model import resolve_head
 from ..mixin import SpecBranchMixin
 from ..model_state import ranks_of, transformers_model
-from ..request import DEFAULTS, MergedSettings, call_config, check_request, lookup_on, why_plain, without_model
+from ..request import DEFAULTS, MergedSettings, call_config, check_request, settings_for_sources, why_plain
 from ..runtime.eager import layer_kinds
 from ..runtime.positions import LengthDependentRotary
 from ..runtime.recurrent_cache import is_recurrent
@@ -134,9 +134,8 @@ def batch_settings(
         raise ValueError(f"{type(found).__name__} has no SpecBranch: attach it with specbranch(model, draft=...)")
     attachment, target = found._specbranch_memory, cast(PreTrainedModel, found)
     own, draft = MergedSettings({"do_sample": False}, target.generation_config), attachment.draft
-    config = lookup_on(target.device, call_config(settings, own, draft, attachment), attachment)
-    if draft is None and config.policy == "auto":
-        config = without_model(config)
+    config = call_config(settings, own, draft, attachment, target.device)
+    config = settings_for_sources(config, draft, candidates=None)
     check_request(target, draft, config, tokenizer, None)
     tokenizers = attachment.tokenizers
     if draft is not None and None not in tokenizers and translation_for(target, draft, *tokenizers) is not None:
@@ -150,7 +149,7 @@ def batch_settings(
             hooks, head = (head,), None
     # Tree leaves save few passes in a batch, and log-probabilities need rounds that end at the target's own token.
     config = replace(config, length_head=head, tree_leaves=0)
-    request = Request(config, draft, hooks, None, False, attachment.corpus, candidates=None, observer=None)
+    request = Request(config, draft, hooks=hooks)
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = max_length or context or DEFAULT_LENGTH
     if context is not None and longest > context:
