@@ -3,9 +3,9 @@
 Draft tokens that are sent are the beginning of the pending draft. A cut decides how much is sent, and throws nothing
 away. That keeps drawn drafts exact: a token once drawn stays the candidate until the target reaches it.
 
-The two stages, `propose` and `branch`, run on static buffers, so that each can be captured as one CUDA graph. Between
-forwards stand small operations (`DraftOps`). `TorchDraftOps` works everywhere; it is the reference of `TritonDraftOps`.
-With static shapes it does all of its work, and finished rows write to scratch entries; else it does what is needed.
+The two stages, `propose` and `branch`, run on buffers, so that each can be captured as one CUDA graph. Between forwards
+stand small operations (`DraftOps`). `TorchDraftOps` works everywhere; it is the reference of `TritonDraftOps`. With
+static shapes every step runs, and finished rows write to scratch entries; otherwise only needed steps run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Drafter:
         """Draft up to gamma tokens on the rows that have none, until a hook stops them (confidence below epsilon)."""
         round, ops = self.round, self.ops
         for step in range(self.gamma):
-            if self._nobody(round.going & (round.pending.end < round.bound)):
+            if self._no_row(round.going & (round.pending.end < round.bound)):
                 break
             logits = self._forward(ops.draft_inputs(step), shown)
             ops.extend(logits, round.going, round.bound, stops=True)
@@ -153,7 +153,7 @@ class Drafter:
         round, hooks, pending = self.round, self.hooks, self.round.pending
         round.fresh.copy_(round.empty & (pending.end > pending.start))
         concerned = round.survived | round.fresh if hooks.fresh_drafts else round.survived
-        if not self.policy.forks or self._nobody(concerned):
+        if not self.policy.forks or self._no_row(concerned):
             return pending.length
         longest = pending.reach if round.static_shapes else int(pending.length.max())
         kept = hooks.keep(pending.survivor(longest, features, round.fresh, with_scores=hooks.draft_scores))
@@ -161,7 +161,7 @@ class Drafter:
 
     def _branch(self, shown: int) -> None:
         round, ops = self.round, self.ops
-        if self._nobody(round.ahead):
+        if self._no_row(round.ahead):
             return
         ops.extend(self._forward(ops.point_inputs(), shown), round.ahead, round.point, further=1)
         ops.fork()  # up to k_max branches, the less confident the draft is the more
@@ -176,8 +176,8 @@ class Drafter:
     def _forward(self, inputs: ForwardInputs | None, shown: int) -> Tensor | None:
         return None if inputs is None else self.model.forward(inputs, shown)
 
-    def _nobody(self, rows: Tensor) -> bool:
-        """Whether no row takes part, where the device may be asked."""
+    def _no_row(self, rows: Tensor) -> bool:
+        """Whether no row takes part; with static shapes the device is not asked, and every row does."""
         return not self.round.static_shapes and not bool(rows.any())
 
 
@@ -203,17 +203,21 @@ class TorchDraftOps:
         rows = resolve_rows(result.committed, result.accepted, result.survivor, result.continuation, result.finished)
         if moved:
             round.side.adopt(side_branch_to_adopt(rows, result.survivor))
+        # Write what the target has committed after the accepted tokens; other rows write to the scratch entry.
         column = pending.start + result.accepted  # of the target's own token
         has_more = rows.rejected & (result.continuation >= 0)
         pending.ids[pending.rows, torch.where(rows.rejected, column, pending.capacity)] = result.token
         pending.ids[pending.rows, torch.where(has_more, column + 1, pending.capacity)] = result.continuation
+        # The pending draft starts after the text, and ends after the branch that survived or where it was.
         pending.start += result.committed
         end = torch.where(rows.moved, column + 1 + round.depth, pending.end)
         pending.end.copy_(torch.where(rows.rejected | result.finished, pending.start, end))
+        # The draft has read all of a branch but its last token, and nothing after a rejected token.
         cached = torch.where(rows.moved, pending.end - 1, pending.cached)
         cached = torch.where(rows.rejected, torch.minimum(cached, column), cached)
-        again = column - result.accepted  # from here on the target has new states, which a head reads
-        pending.cached.copy_(cached if self.model.states is None else torch.minimum(cached, again))
+        if self.model.states is not None:  # a head reads the last round again, now with the target's states
+            cached = torch.minimum(cached, column - result.accepted)
+        pending.cached.copy_(cached)
         round.survived.copy_(rows.survived)
         round.room.copy_(torch.where(result.finished, 0, round.limit - pending.start))
         round.empty.copy_(pending.end == pending.start)
@@ -276,8 +280,7 @@ class TorchDraftOps:
     def fork(self) -> None:
         round, pending = self.round, self.round.pending
         state, widest = pending.state(round.point), round.branches
-        forks = round.policy.forks
-        width = self.hooks.fork(state).clamp(max=widest) if forks else torch.ones_like(round.width)
+        width = self.hooks.fork(state).clamp(max=widest) if round.policy.forks else torch.ones_like(round.width)
         round.width.copy_(torch.where(round.ahead, width, 0))
         own = pending.ids.gather(1, round.point[:, None])
         round.branch_tokens[:, :widest] = own_token_first(state.scores, own, widest)
@@ -292,28 +295,26 @@ class TorchDraftOps:
         self._open_side_branches()
 
     def _open_side_branches(self) -> None:
-        round = self.round
-        others = round.side.most
+        round, count = self.round, self.round.side.most
         if not round.static_shapes and not round.rejection_branches:
-            others = int(round.width.max()) - 1
-        at = round.branch_at[:, 1 : 1 + others]
+            count = int(round.width.max()) - 1
+        at = round.branch_at[:, 1 : 1 + count]
         forks = torch.where(at == NONE, round.point[:, None], round.pending.start[:, None] + at)
-        round.side.open(round.point, forks, round.branch_tokens[:, 1 : 1 + others])
+        round.side.open(round.point, forks, round.branch_tokens[:, 1 : 1 + count])
         round.count += (at != NONE).sum(1) * (1 + round.depth)
 
     @property
-    def _wants(self) -> Tensor:
+    def _is_main_short(self) -> Tensor:
         """[B] rows whose main branch is not long enough yet."""
         round = self.round
         return round.ahead & (round.pending.end < round.point + 1 + round.depth)
 
     def is_branching_done(self) -> bool:
-        return not self.round.static_shapes and not self.round.side.count and not bool(self._wants.any())
+        return not self.round.static_shapes and not self.round.side.count and not bool(self._is_main_short.any())
 
     def branch_inputs(self, step: int) -> ForwardInputs | None:
         round, pending, model = self.round, self.round.pending, self.model
-        static = round.static_shapes
-        self.feeds_main = static or bool((self._wants & (pending.cached < pending.end)).any())
+        self.feeds_main = round.static_shapes or bool((self._is_main_short & (pending.cached < pending.end)).any())
         parts = []
         if self.feeds_main:
             column = pending.end[:, None] - 1
@@ -326,13 +327,12 @@ class TorchDraftOps:
         return ForwardInputs(tokens, slots, model.positions.gather(1, columns), spans)
 
     def extend_branches(self, logits: Tensor | None, step: int) -> None:
-        round, pending = self.round, self.round.pending
-        wants = self._wants
+        round, pending, is_short = self.round, self.round.pending, self._is_main_short
         if self.feeds_main:
             assert logits is not None
             pending.record(self.model.next_distribution(pending.ids, pending.end, logits[:, :1]))
-        pending.extend(wants)
-        round.count += wants
+        pending.extend(is_short)
+        round.count += is_short
         if round.side.count:
             assert logits is not None
             round.side.extend(step, logits[:, -round.side.count :])
