@@ -9,13 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
-from hf_specbranch.kernels import dense
 from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.backend import INTERPRETED
-from hf_specbranch.kernels.gemv import GEMV_PLANS, PLAIN_PRODUCT, gemv, normalises
 from hf_specbranch.kernels.linear import Plan, fits
 from hf_specbranch.layers import fuse, fused
-from hf_specbranch.layers import norm as norms
 from hf_specbranch.layers.angles import AnglesForward, layer_types_of
 from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.base import split_graph
@@ -64,29 +61,6 @@ def test_fused_model_sums_partials(family, monkeypatch):
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert any(summed for summed, _ in plans)  # with a residual
     assert {"split-k", "whole" if family in UNGATED else "gated"} <= {kind for _, kind in plans}
-
-
-@pytest.mark.parametrize("family", [*DENSE, "qwen2-moe"])
-def test_norms_and_residuals_are_part_of_products(family, monkeypatch):
-    """With products that normalise and add residuals, a layer computes the same. Without Triton, in plain torch."""
-    serial = family not in ("phi", "gpt-neox", "cohere2")
-    model = make(family).to(DEVICE)
-    fuse(model)
-    expected, around = logits_over_branches(model, fused, DEVICE), []
-
-    def record(x, weight, bias, plan, wanted=PLAIN_PRODUCT):
-        around.append(wanted)
-        return gemv(x, weight, bias, plan, wanted)
-
-    monkeypatch.setattr(norms, "may_defer", lambda x, norm: normalises(norm))
-    monkeypatch.setattr(Tuned, "plan", lambda *args: GEMV_PLANS[0])
-    monkeypatch.setattr(dense.gemv, "gemv", record)
-    torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=1e-5, rtol=1e-5)
-    assert any(each.norm is not None for each in around) == (family not in ("olmo2", *UNGATED, "cohere2"))
-    assert any(each.residual is not None for each in around) == (
-        serial and family not in ("gemma2", "gemma3", "olmo2", "glm4")
-    )
-    assert any(each.gate is not None for each in around) == (family not in UNGATED)
 
 
 @pytest.mark.compat

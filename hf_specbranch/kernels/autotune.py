@@ -14,10 +14,9 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor
 
 from ..machine import write_whole
-from . import gemv
 from .backend import can_run, triton
-from .dense import dense_product
-from .linear import MOST_ROWS, PLANS, Partials, Plan, fits
+from .gated import gated_product
+from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
 from .norm import rms_norm
 from .parallel_build import is_dry_run
 
@@ -100,7 +99,7 @@ def autotune(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
 
     Args:
         weights: all weights of one shape [N, K]; with several of them, caches do not flatter the measurement.
-        rows: of x; 5 to 16 share a plan, and so do 17 to 32.
+        rows: of x; 1 to 16 share a plan, and so do 17 to 32.
         kind: what the product is for.
 
     Example:
@@ -132,10 +131,8 @@ def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan
     The down product follows gate and up at once, and programs of both share the GPU for a while: it is measured too.
     """
     if kind == "gated":
-        activated = dense_product(x, weight, None, plan, gate="silu")
-        assert isinstance(activated, Tensor)
-        return dense_product(activated, _down(weight), None, following)
-    return dense_product(x, weight, None, plan)
+        return linear_split_k(gated_product(x, weight, None, "silu", plan), _down(weight), None, following)
+    return linear_split_k(x, weight, None, plan)
 
 
 def _down(gate_up: Tensor) -> Tensor:
@@ -145,19 +142,7 @@ def _down(gate_up: Tensor) -> Tensor:
 
 def _candidates(weight: Tensor, rows: int, kind: Kind) -> list[Plan]:
     x = weight.new_empty((rows, weight.shape[1]))
-    plans = [plan for plan in PLANS if fits(x, weight, None, plan) and (plan.splits == 1 or kind == "split-k")]
-    return [*plans, *(plan for plan in gemv_plans(rows) if gemv.fits(x, weight, None, plan))]
-
-
-def gemv_plans(rows: int) -> Sequence[Plan]:
-    """Return the plans without tensor cores for so many rows of x."""
-    return gemv.GEMV_PLANS if gemv.IN_USE and rows <= gemv.MOST_ROWS else ()
-
-
-def rows_alike(rows: int) -> int:
-    """Return the most rows that share a plan with so many."""
-    sizes = (1, 2, gemv.MOST_ROWS, 16, MOST_ROWS) if gemv.IN_USE else (16, MOST_ROWS)
-    return next(size for size in sizes if rows <= size)
+    return [plan for plan in PLANS if fits(x, weight, None, plan) and (plan.splits == 1 or kind == "split-k")]
 
 
 def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
@@ -190,7 +175,7 @@ def autotune_quantised(
         candidates: the plans to measure.
     """
     rows, depth = x.shape
-    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{rows_alike(rows)}|{columns}x{depth}|{kind}"
+    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{16 if rows <= 16 else 32}|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
@@ -264,7 +249,7 @@ def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:
     device, dtype = _gpu_and_versions(weight.device), _name(weight.dtype)
-    return f"{device}|{dtype}|{rows_alike(rows)}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
+    return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
 
 
 def _name(dtype: torch.dtype) -> str:

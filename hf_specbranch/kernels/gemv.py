@@ -3,131 +3,81 @@
 Each program reads a few rows of W straight into registers: no shared memory, no pipeline to fill, and no partials for
 the next kernel to sum. The elements of W may be quantised; `gemv_words.py` unpacks them.
 
-Where a product stands in a decoder layer, the same kernel does what is before and after it:
-
-    y = residual + scale * act(norm(x) W^T + bias)        or        act(x W_gate^T) * (x W_up^T)
-
-where everything but x and W is optional, and adapters may add low-rank terms to W. Values are rounded where separate
-torch operations round.
+With a gate, W holds the rows of gate and up, and the kernel computes act(x W_gate^T) * (x W_up^T).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from .activation import MlpActivation, activate, code_of
-from .backend import can_run, dependent_launch, power_of_two, triton
-from .gated import Activation, gated_reference
-from .gemv_kernel import gemv_kernel
-from .gemv_words import BYTES_PER_LOAD, format_of
+from .backend import (
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+)
+from .gated import Activation, apply_gate
+from .gemv_words import BYTES_PER_LOAD, elements, format_of, group_values, products, scale_of, unit
 from .linear import Plan
-from .low_rank import LowRank, add_terms_reference, epilogue_arguments, inner_rows
-from .norm import Norm, add_norm_reference, norm_reference
-from .packed import Packed, dequantise
+from .packed import Packed
 
-IN_USE = False  # by default: not timed on a GPU yet
 MOST_ROWS = 4
 LANES = 32
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
 GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (8, 4), (8, 2), (16, 4)))
 
 
-class Around(NamedTuple):
-    """What is computed with a product, before it and after it."""
-
-    norm: Norm | None = None  # of x: RMSNorm
-    activation: MlpActivation | None = None
-    gate: Activation | None = None  # W holds the rows of gate and up
-    residual: Tensor | None = None  # [..., N], added to the product
-    scale: float = 1.0  # of the product
-    terms: LowRank | None = None  # adapters
-
-
-PLAIN_PRODUCT = Around()
-
-
-def gemv(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, around: Around = PLAIN_PRODUCT) -> Tensor:
-    """Compute a product, by the kernel if it `fits`.
+def gemv(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, gate: Activation | None = None) -> Tensor:
+    """Compute a product by the kernel.
 
     Args:
         x: [..., K], at most `MOST_ROWS` rows.
         weight: [N, K].
         bias: [N] or None.
-        plan: one of `GEMV_PLANS`.
-        around: what else to compute.
+        plan: one of `GEMV_PLANS`, for which `fits`.
+        gate: the activation of a gate, whose rows come before those of the up projection.
 
     Returns:
         [..., N], or [..., N / 2] with a gate.
     """
-    if not fits(x, weight, bias, plan, around):
-        return gemv_reference(x, weight, bias, around)
     flat, form = x.reshape(-1, x.shape[-1]), format_of(weight)
-    (rows, depth), columns = flat.shape, weight.shape[0] // (1 if around.gate is None else 2)
+    (rows, depth), columns = flat.shape, weight.shape[0] // (1 if gate is None else 2)
     out = flat.new_empty((rows, columns))
     data, scale, zero = (weight.data, weight.scale, weight.zero) if isinstance(weight, Packed) else (weight, None, None)
     if form.CODE != "plain" and data.dtype != torch.int32:
         data = data.view(torch.int32)
     scale = data if scale is None else scale
     zero = scale if zero is None else zero
-    norm, residual = around.norm, out if around.residual is None else around.residual.reshape(rows, columns)
-    terms = around.terms or LowRank((flat,), (flat,), (0.0,), (0,))
-    low = flat if around.terms is None else inner_rows(flat, around.terms)
     block = form.per_load * LANES * plan.warps
-    gemv_kernel[(triton.cdiv(columns, plan.strip if around.gate is None else plan.strip // 2),)](
-        flat, data, scale, zero, data if bias is None else bias, flat if norm is None else norm.weight, residual, out,
+    _gemv_kernel[(triton.cdiv(columns, plan.strip if gate is None else plan.strip // 2),)](
+        flat, data, scale, zero, data if bias is None else bias, out,
         rows, columns, depth, flat.stride(0), data.shape[1], data.stride(0), *scale.stride(), *zero.stride(),
-        residual.stride(0), 0.0 if norm is None else norm.eps, around.scale, low, *epilogue_arguments(terms),
-        terms.downs[0].shape[0],
-        NORM=norm is not None, OFFSET=0.0 if norm is None else norm.form.offset,
-        WIDE=norm is not None and norm.form.wide, BIAS=bias is not None, ACTIVATION=code_of(around.activation),
-        GATED=around.gate is not None, TANH=around.gate == "gelu_tanh", SCALED=around.scale != 1.0,
-        RESIDUAL=around.residual is not None, TERMS=0 if around.terms is None else len(terms.downs),
-        RANK=power_of_two(terms.downs[0].shape[0], 16), **form._asdict(), ROWS=rows if rows < 3 else 4,
-        STRIP=plan.strip, PER_LOAD=form.per_load, BLOCK=block, EVEN=depth % block == 0, num_warps=plan.warps,
-        **dependent_launch(x.device),
+        BIAS=bias is not None, GATED=gate is not None, TANH=gate == "gelu_tanh", **form._asdict(),
+        ROWS=rows if rows < 3 else 4, STRIP=plan.strip, PER_LOAD=form.per_load, BLOCK=block, EVEN=depth % block == 0,
+        num_warps=plan.warps, **dependent_launch(x.device),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
 
-def gemv_reference(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, around: Around = PLAIN_PRODUCT) -> Tensor:
-    """Compute what `gemv` does, in plain torch."""
-    normed = x if around.norm is None else norm_reference(x, around.norm)
-    dense = dequantise(weight).to(x.dtype) if isinstance(weight, Packed) else weight
-    product = functional.linear(normed, dense, bias)
-    if around.terms is not None:
-        product = add_terms_reference(product, normed, around.terms)
-    if around.gate is not None:
-        product = gated_reference(product, around.gate)
-    if around.activation is not None:
-        product = activate(product, around.activation)
-    _, total = add_norm_reference(product, around.residual, None, scale=around.scale)
-    return total
-
-
-def fits(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, around: Around = PLAIN_PRODUCT) -> bool:
+def fits(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan) -> bool:
     """Return whether the kernel can compute this product with this plan."""
     data = weight.data if isinstance(weight, Packed) else weight
-    used = [x, bias, around.residual, *([] if isinstance(weight, Packed) else [weight])]
-    if around.norm is not None:
-        used.append(around.norm.weight)
+    used = [x, bias, *([] if isinstance(weight, Packed) else [weight])]
     return (
-        (around.norm is None or (normalises(around.norm) and around.terms is None))
-        and plan.warps > 0
+        plan.warps > 0
         and can_run(*used)
         and data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.stride(-1) == 1
         and kernel_takes(weight)
     )
-
-
-def normalises(norm: Norm) -> bool:
-    """Return whether the kernel computes such a norm of x."""
-    return norm.bias is None and not norm.form.centred
 
 
 def kernel_takes(weight: Tensor | Packed) -> bool:
@@ -138,3 +88,127 @@ def kernel_takes(weight: Tensor | Packed) -> bool:
     form, row_bytes = format_of(weight), data.stride(0) * data.element_size()
     aligned = data.data_ptr() % BYTES_PER_LOAD == row_bytes % BYTES_PER_LOAD == 0
     return aligned and weight.shape[1] % form.per_load == form.GROUP % form.per_load == 0
+
+
+@varying("rows")
+def _gemv_kernel(
+    x: Value,
+    data: Value,
+    scale: Value,
+    zero: Value,
+    bias: Value,
+    out: Value,
+    rows: Value,
+    columns: Value,
+    depth: Value,
+    x_row: Value,
+    row_words: Value,
+    data_row: Value,
+    scale_n: Value,
+    scale_k: Value,
+    zero_n: Value,
+    zero_k: Value,
+    BIAS: constexpr,
+    GATED: constexpr,
+    TANH: constexpr,
+    CODE: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    SCALE_ROWS: constexpr,
+    ZEROS: constexpr,
+    ZERO_OFFSET: constexpr,
+    EXPONENTS: constexpr,
+    ROWS: constexpr,
+    STRIP: constexpr,
+    PER_LOAD: constexpr,
+    BLOCK: constexpr,
+    EVEN: constexpr,
+    PDL: constexpr,
+) -> None:
+    launch_dependents(PDL)
+    PER_WORD: tl.constexpr = 1 if CODE == "plain" else 32 // BITS
+    LOADS: tl.constexpr = BLOCK // PER_LOAD  # per row of W
+    HALF: tl.constexpr = STRIP // 2 if GATED else STRIP
+    strip, word, inner = tl.arange(0, STRIP), tl.arange(0, BLOCK // PER_WORD), tl.arange(0, BLOCK)
+    n = tl.minimum(tl.program_id(0) * HALF + strip % HALF, columns - 1)  # the last strip may exceed the edge
+    if GATED:  # the gate's rows, then the up projection's for the same columns
+        n += strip // HALF * columns
+    left = data + n.to(tl.int64)[:, None] * data_row + word[None, :]
+    # Each step loads the words of the next one. Weights are constant: the first load precedes the wait.
+    words = _load(left, word[None, :], row_words, EVEN)
+    wait_for_dependencies(PDL)
+    x_1 = x + tl.minimum(1, rows - 1) * x_row
+    x_2 = x + tl.minimum(2, rows - 1) * x_row
+    x_3 = x + tl.minimum(3, rows - 1) * x_row
+    sum_0 = tl.zeros((STRIP, LOADS), tl.float32)
+    sum_1, sum_2, sum_3 = sum_0, sum_0, sum_0
+    for start in range(0, depth, BLOCK):
+        left += BLOCK // PER_WORD
+        row_words -= BLOCK // PER_WORD
+        following = _load(left, word[None, :], row_words, EVEN)
+        weights = elements(words, STRIP, BLOCK, CODE)
+        rest = depth - start
+        factors, centres, shifts = group_values(
+            scale, zero, n, start + tl.arange(0, LOADS) * PER_LOAD, depth, scale_n, scale_k, zero_n, zero_k,
+            CODE, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
+        )  # fmt: skip
+        states = _load(x + start + inner, inner, rest, EVEN)
+        sum_0 += products(weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
+        if ROWS > 1:
+            states = _load(x_1 + start + inner, inner, rest, EVEN)
+            sum_1 += products(
+                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
+            )
+        if ROWS > 2:
+            states = _load(x_2 + start + inner, inner, rest, EVEN)
+            sum_2 += products(
+                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
+            )
+            states = _load(x_3 + start + inner, inner, rest, EVEN)
+            sum_3 += products(
+                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
+            )
+        words = following
+    whole = tl.full((STRIP,), 1.0, tl.float32) * unit(CODE)
+    if GROUP == 0 and BITS < 16:
+        whole *= scale_of(scale + n // SCALE_ROWS * scale_n, EXPONENTS)
+    begin = tl.zeros((STRIP,), tl.float32)
+    if BIAS:
+        begin = tl.load(bias + n).to(tl.float32)
+    place = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    inside = place < columns
+    _finish(sum_0, whole, begin, out, place, inside, GATED, TANH, HALF)
+    if ROWS > 1:
+        _finish(sum_1, whole, begin, out + columns, place, inside & (rows > 1), GATED, TANH, HALF)
+    if ROWS > 2:
+        _finish(sum_2, whole, begin, out + 2 * columns, place, inside & (rows > 2), GATED, TANH, HALF)
+        _finish(sum_3, whole, begin, out + 3 * columns, place, inside & (rows > 3), GATED, TANH, HALF)
+
+
+@jit
+def _load(pointers: Value, place: Value, rest: Value, EVEN: constexpr) -> Value:
+    """Load what is before the end, `rest` places away. Beyond are zeros, or anything where a whole step is (EVEN)."""
+    if EVEN:
+        return tl.load(pointers, mask=rest > 0)
+    else:
+        return tl.load(pointers, mask=place < rest, other=0)
+
+
+@jit
+def _finish(
+    sums: Value,
+    whole: Value,
+    begin: Value,
+    out: Value,
+    place: Value,
+    inside: Value,
+    GATED: constexpr,
+    TANH: constexpr,
+    HALF: constexpr,
+) -> None:
+    """Add up one row of the product, and store it."""
+    result = (tl.sum(sums, 1) * whole + begin).to(out.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, (2, HALF)), (1, 0)))
+        result = apply_gate(gate, up, TANH)
+    tl.store(out + place, result, mask=inside)

@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import gemv
 from .backend import FLOATS, Value, can_run, constexpr, dependent_launch, launch_dependents, tl, triton, varying
 from .gated import Activation, apply_gate, gated_reference
-from .gemv import Around
 from .linear import STRIP, Partials, Plan, fits, streamed, tile
-from .low_rank import (
-    MOST_TERMS,
-    LowRank,
-    add_terms,
-    add_terms_reference,
-    epilogue_arguments,
-    epilogue_constants,
-    inner_product,
-)
+from .low_rank import MOST_TERMS, LowRank, add_terms, epilogue_arguments, epilogue_constants, inner_product
 
 MOST_RANK = 64
 USUAL_PLAN = Plan(1, 4)  # where torch's product without adapters is faster than every plan
@@ -33,7 +23,7 @@ def lora_fits(x: Tensor, weight: Tensor, bias: Tensor | None, terms: LowRank, pl
     """Return whether the kernels can compute this product: one rank and one dtype of all adapters."""
     adapters = (*terms.downs, *terms.ups)
     return (
-        (gemv.fits if plan.warps else fits)(x, weight, bias, plan)
+        fits(x, weight, bias, plan)
         and 0 < len(terms.downs) <= MOST_TERMS
         and can_run(*adapters)
         and adapters[0].device == x.device
@@ -57,8 +47,6 @@ def lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, terms: LowRank,
     Returns:
         [..., N], or partials where the plan splits the inner dimension.
     """
-    if plan.warps:
-        return gemv.gemv(x, weight, bias, plan, Around(terms=terms))
     flat, columns = x.reshape(-1, x.shape[-1]), weight.shape[0]
     rows, depth = flat.shape
     inner = inner_product(flat, terms)
@@ -77,8 +65,6 @@ def lora_gated_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, terms: LowRank, plan: Plan, activation: Activation
 ) -> Tensor:
     """Compute act(gate) * up with the low-rank terms of both; see `gated_product`."""
-    if plan.warps:
-        return gemv.gemv(x, weight, bias, plan, Around(gate=activation, terms=terms))
     flat, size = x.reshape(-1, x.shape[-1]), weight.shape[0] // 2
     rows, depth = flat.shape
     inner, out = inner_product(flat, terms), flat.new_empty((rows, size))
@@ -94,7 +80,9 @@ def lora_gated_product(
 def lora_reference(x: Tensor, weight: Tensor, bias: Tensor | None, terms: LowRank) -> Tensor:
     """Compute what `lora_product` does, in float32 and rounded once."""
     wide = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    return add_terms_reference(wide, x, terms).to(x.dtype)
+    for down, up, scale, start in zip(*terms):
+        wide[..., start : start + len(up)] += x.float() @ down.float().T @ up.float().T * scale
+    return wide.to(x.dtype)
 
 
 def lora_gated_reference(

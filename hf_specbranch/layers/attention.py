@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention_interface import specbranch_attention
-from ..kernels.deferred import WithResidual
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
@@ -17,7 +16,7 @@ from ..kernels.rotation import HALVES, ROTATIONS, Rotation
 from ..kernels.width_norm import norm_widths
 from .base import Arguments, Replacement, submodules
 from .norm import Ahead, looks_like_norm, parameters_of, shared_form
-from .product import Input, Product, Tuned
+from .product import Product, Tuned
 from .products import product_of
 
 OUTPUT_NAMES = ("o_proj", "dense")
@@ -45,7 +44,6 @@ class AttentionForward(Replacement):
     """
 
     gives_partials = True
-    is_fused = True
 
     def __init__(
         self,
@@ -68,13 +66,13 @@ class AttentionForward(Replacement):
 
     def __call__(
         self,
-        hidden_states: Input,
+        hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor | Partials | WithResidual, None]:
+    ) -> tuple[Tensor | Partials, None]:
         cos, sin = position_embeddings
         layer, dtype = self.module.layer_idx, hidden_states.dtype
         cache = past_key_values if layer_past is None else layer_past
@@ -93,9 +91,10 @@ class AttentionForward(Replacement):
         out, _ = specbranch_attention(
             self.module, query, key, value, attention_mask, self.module.scaling, softcap=self.softcap, s_aux=self.sinks
         )
-        return self.ahead.output_of(self.output, out.flatten(2)), None
+        product = self.output.split_k if self.ahead.sums_partials else self.output
+        return product(out.flatten(2)), None
 
-    def _heads(self, hidden_states: Input, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
         product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
         if self.width_norms:

@@ -30,12 +30,10 @@ class Replacement:
     Attributes:
         bypassed: the modules that it does not call; none of them may have hooks.
         gives_partials: it may return split-K partials in place of a tensor, where the layer sums them.
-        is_fused: it takes a deferred norm, and may return a sum with the residual (`kernels/deferred.py`).
         has_ties: where two experts are nearly tied for a token, rounding decides what is computed for that token.
     """
 
     gives_partials = False
-    is_fused = False
     has_ties = False
 
     def __init__(self, bypassed: list[nn.Module] | None = None) -> None:
@@ -70,17 +68,8 @@ class ThreadForward:
 
 def gives_partials(module: nn.Module) -> bool:
     """Return whether a module runs through a replacement that may return split-K partials."""
-    return _runs_with(module, "gives_partials")
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Return whether a module runs through a replacement that takes a deferred norm and may add the residual."""
-    return _runs_with(module, "is_fused")
-
-
-def _runs_with(module: nn.Module, name: str) -> bool:
     forward = vars(module).get("forward")
-    return isinstance(forward, ThreadForward) and getattr(forward.ours, name, False)
+    return isinstance(forward, ThreadForward) and getattr(forward.ours, "gives_partials", False)
 
 
 def untouched(module: Any) -> bool:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..kernels.deferred import DeferredNorm, WithResidual
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm, add_norm
-from .base import Arguments, Replacement, gives_partials, is_fused, layer_done, submodules, untouched
+from .base import Arguments, Replacement, gives_partials, layer_done, submodules, untouched
 from .mixture import looks_like_mixture
 from .norm import Ahead, parameters_of, shared_form
 
@@ -75,37 +74,30 @@ class LayerForward(Replacement):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         structure, residual = self.structure, hidden_states
         names = ("attention_mask", "position_ids", "past_key_values")
-        self._expect(self.attention, None if structure.after_attention or structure.parallel else residual)
-        normed = self._input(residual, structure.before_attention, self.attention)
-        out = self._attend(normed, {**dict(zip(names, args)), **kwargs})
+        self.ahead.sums_partials = gives_partials(self.attention)
+        out = self._attend(self._normed(residual, structure.before_attention), {**dict(zip(names, args)), **kwargs})
         first, also = self._norm(structure.after_mlp), None
         if structure.parallel:
             also = out
-            normed = self._input(residual, structure.before_mlp, self.mlp)
-        elif isinstance(out, WithResidual):
-            residual = out.total
-            normed = self._input(residual, structure.before_mlp, self.mlp)
+            normed = self._normed(residual, structure.before_mlp)
         else:
             middle, residual = add_norm(
                 out, residual, self._norm(structure.before_mlp), self._norm(structure.after_attention), scale=self.scale
             )
             normed = residual if middle is None else middle
-        self._expect(self.mlp, None if structure.after_mlp or structure.parallel else residual)
+        self.ahead.sums_partials = gives_partials(self.mlp)
         out = self.mlp(normed)
-        self.ahead.sums_partials, self.ahead.residual = False, None
-        if isinstance(out, WithResidual):
-            total = out.total
-        else:
-            if not isinstance(out, Tensor | Partials):
-                out = out[0]  # some mixtures also return the weights of their experts
-            after = None if self.following is None else parameters_of(self.following, self.form)
-            normed_total, total = add_norm(out, residual, after, first, also, self.scale)
-            if self.following is not None and normed_total is not None:
-                self.ahead.known = total, self.following, normed_total
+        self.ahead.sums_partials = False
+        if not isinstance(out, Tensor | Partials):
+            out = out[0]  # some mixtures also return the weights of their experts
+        after = None if self.following is None else parameters_of(self.following, self.form)
+        normed_total, total = add_norm(out, residual, after, first, also, self.scale)
+        if self.following is not None and normed_total is not None:
+            self.ahead.known = total, self.following, normed_total
         layer_done()
         return total
 
-    def _attend(self, normed: Tensor | DeferredNorm, given: dict[str, Any]) -> Any:
+    def _attend(self, normed: Tensor, given: dict[str, Any]) -> Any:
         """Return the output of attention, or of a recurrent layer: that knows no positions, and no mask of slots."""
         if not self.is_recurrent:
             return self.attention(hidden_states=normed, **given)[0]
@@ -114,20 +106,12 @@ class LayerForward(Replacement):
         mask = mask if mask is None or mask.ndim == 2 else None
         return self.attention(hidden_states=normed, cache_params=cache, attention_mask=mask, **given)
 
-    def _expect(self, module: nn.Module, residual: Tensor | None) -> None:
-        """Say what the output of attention or MLP may be: partials, or a sum with the residual, if it is given."""
-        self.ahead.sums_partials = gives_partials(module)
-        self.ahead.residual = (residual, self.scale) if residual is not None and is_fused(module) else None
-
     def _norm(self, name: str | None) -> Norm | None:
         return None if name is None else parameters_of(getattr(self.module, name), self.form)
 
-    def _input(self, x: Tensor, name: str | None, reader: nn.Module) -> Tensor | DeferredNorm:
+    def _normed(self, x: Tensor, name: str | None) -> Tensor:
         """Return what attention or MLP reads: x, or a norm of it."""
-        if name is None:
-            return x
-        normed = self.ahead.normed_or_deferred if is_fused(reader) else self.ahead.normed
-        return normed(x, getattr(self.module, name), self.form)
+        return x if name is None else self.ahead.normed(x, getattr(self.module, name), self.form)
 
     def telling_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Make the residual small: next to a large one, what a layer adds is lost in rounding."""

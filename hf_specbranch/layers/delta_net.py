@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import FLOATS
-from ..kernels.deferred import WithResidual
 from ..kernels.delta_rule import DeltaGates, DeltaHeads, delta_rule
 from ..kernels.gated_norm import gated_norm
 from ..kernels.kept_states import KeptStates, empty_states
@@ -59,7 +58,7 @@ class DeltaNetForward(Replacement):
 
     def __call__(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor | Partials | WithResidual:
+    ) -> Tensor | Partials:
         states = self._states(hidden_states, cache_params, attention_mask)
         if states is None:  # the prompt, or a cache of transformers
             own: Tensor = type(self.module).forward(
@@ -73,7 +72,8 @@ class DeltaNetForward(Replacement):
         gates = DeltaGates(product, columns.a, columns.b, module.A_log, module.dt_bias)
         heads = delta_rule(mixed, gates, self.heads, kept)
         gated = gated_norm(heads, module.norm.weight, epsilon(module.norm), product, columns.gate)
-        return self.output(gated) if self.ahead is None else self.ahead.output_of(self.output, gated)
+        sums_partials = self.ahead is not None and self.ahead.sums_partials
+        return self.output.split_k(gated) if sums_partials else self.output(gated)
 
     def _states(
         self, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None

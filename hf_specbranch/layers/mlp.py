@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels.activation import recognise_activation
-from ..kernels.deferred import WithResidual
 from ..kernels.gated import recognise as recognise_gate
 from ..kernels.linear import Partials
 from .base import Replacement, submodules
 from .norm import Ahead
-from .product import Input, Product, Tuned
+from .product import Product, Tuned
 from .products import product_of
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act")
@@ -32,14 +31,14 @@ class MlpForward(Replacement):
     """
 
     gives_partials = True
-    is_fused = True
 
-    def __init__(self, inputs: Product, output: Product, activated: Callable[[Input], Tensor], ahead: Ahead) -> None:
+    def __init__(self, inputs: Product, output: Product, activated: Callable[[Tensor], Tensor], ahead: Ahead) -> None:
         super().__init__([*inputs.bypassed, *output.bypassed])
         self.inputs, self.output, self.activated, self.ahead = inputs, output, activated, ahead
 
-    def __call__(self, x: Input) -> Tensor | Partials | WithResidual:
-        return self.ahead.output_of(self.output, self.activated(x))
+    def __call__(self, x: Tensor) -> Tensor | Partials:
+        product = self.output.split_k if self.ahead.sums_partials else self.output
+        return product(self.activated(x))
 
 
 def recognise_mlp(module: Any, tuned: Tuned, ahead: Ahead) -> MlpForward | None:

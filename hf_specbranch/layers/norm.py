@@ -7,14 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels import gemv
 from ..kernels.backend import FLOATS
-from ..kernels.deferred import DeferredNorm, WithResidual
-from ..kernels.linear import Partials
-from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, norm_reference
+from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, add_norm, norm_reference
 from .base import Call, Replacement, untouched
 from .check import agreeing, distinguishing_call, errors_of
-from .product import Product
 
 
 class Ahead:
@@ -26,34 +22,18 @@ class Ahead:
     def __init__(self) -> None:
         self.known: tuple[Tensor, nn.Module, Tensor] | None = None  # (x, norm, norm(x))
         self.sums_partials = False  # the next norm of the layer that runs sums split-K partials
-        self.residual: tuple[Tensor, float] | None = None  # to add to the output, and the factor of the output
 
     def forget(self) -> None:
         """Drop what was computed for one pass."""
-        self.known, self.sums_partials, self.residual = None, False, None
+        self.known, self.sums_partials = None, False
 
     def normed(self, x: Tensor, norm: Any, form: NormForm) -> Tensor:
         """Return norm(x), which the kernel that computed x may have computed too."""
         if self.known is not None and self.known[0] is x and self.known[1] is norm:
             return self.known[2]
-        return DeferredNorm(x, parameters_of(norm, form)).computed()
-
-    def normed_or_deferred(self, x: Tensor, norm: Any, form: NormForm) -> Tensor | DeferredNorm:
-        """Return norm(x), or leave it to the product that reads it, where products of so few rows normalise."""
-        parameters = parameters_of(norm, form)
-        is_known = self.known is not None and self.known[0] is x and self.known[1] is norm
-        return self.normed(x, norm, form) if is_known or not may_defer(x, parameters) else DeferredNorm(x, parameters)
-
-    def output_of(self, product: Product, x: Tensor) -> Tensor | Partials | WithResidual:
-        """Return the product that ends attention or MLP, in the form that the layer takes."""
-        if self.residual is not None and (added := product.added(self.residual[0], x, self.residual[1])) is not None:
-            return added
-        return product.split_k(x) if self.sums_partials else product(x)
-
-
-def may_defer(x: Tensor, norm: Norm) -> bool:
-    """Return whether a product that reads norm(x) may normalise by itself."""
-    return gemv.IN_USE and x.is_cuda and x.numel() <= gemv.MOST_ROWS * x.shape[-1] and gemv.normalises(norm)
+        normed, _ = add_norm(x, None, parameters_of(norm, form))
+        assert normed is not None
+        return normed
 
 
 class NormForward(Replacement):

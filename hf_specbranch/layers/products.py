@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from ..kernels.activation import MlpActivation
 from ..kernels.autotune import Kind
 from ..kernels.backend import FLOATS
-from ..kernels.deferred import WithResidual, computed
 from ..kernels.gated import Activation
-from ..kernels.gemv import Around, gemv
 from ..kernels.linear import Partials, Plan
 from ..kernels.lora import USUAL_PLAN, lora_fits, lora_gated_product, lora_product
 from ..kernels.low_rank import LowRank
 from .base import Replacement, untouched
 from .lora import Term, add_terms, base_of, is_wrapped, low_rank, terms_of
-from .product import Input, Product, Tuned
+from .product import Product, Tuned
 from .storage import joined
 
 
@@ -33,24 +31,20 @@ class PlainProduct(Product):
         super().__init__(layers)
         self.tuned = tuned
 
-    def __call__(self, x: Input) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if (one := self._as_one()) is not None:
             return self.tuned.whole(x, *one)
-        x = computed(x)
         return torch.cat([self.tuned.whole(x, layer.weight, layer.bias) for layer in self.layers], dim=-1)
 
-    def split_k(self, x: Input) -> Tensor | Partials:
+    def split_k(self, x: Tensor) -> Tensor | Partials:
         return self(x) if (one := self._as_one()) is None else self.tuned.split_k(x, *one)
 
-    def added(self, residual: Tensor, x: Tensor, scale: float) -> WithResidual | None:
-        return None if (one := self._as_one()) is None else self.tuned.added(residual, x, *one, scale)
-
-    def gated(self, x: Input, activation: Activation) -> Tensor:
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
         if (one := self._as_one()) is None:
             return super().gated(x, activation)
         return self.tuned.gated(x, *one, activation)
 
-    def activated(self, x: Input, activation: MlpActivation) -> Tensor:
+    def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
         if (one := self._as_one()) is None:
             return super().activated(x, activation)
         return self.tuned.activated(x, *one, activation)
@@ -84,8 +78,7 @@ class LoraProduct(Product):
         inner = {module for layer in self.base.layers for module in layer.modules()}
         return [*self.base.bypassed, *(module for module in super().bypassed if module not in inner)]
 
-    def __call__(self, x: Input) -> Tensor:
-        x = computed(x)
+    def __call__(self, x: Tensor) -> Tensor:
         if (terms := self._terms()) is None:
             return torch.cat([layer(x) for layer in self.layers], dim=-1)
         if not any(terms):
@@ -96,26 +89,15 @@ class LoraProduct(Product):
         assert not isinstance(product, Partials)
         return product
 
-    def split_k(self, x: Input) -> Tensor | Partials:
+    def split_k(self, x: Tensor) -> Tensor | Partials:
         if (terms := self._terms()) is None or not any(terms):
             return self(x) if terms is None else self.base.split_k(x)
-        x = computed(x)
         found = self._for_kernel(x, terms, "split-k")
         return self(x) if found is None else lora_product(x, *found)
 
-    def added(self, residual: Tensor, x: Tensor, scale: float) -> WithResidual | None:
-        if (terms := self._terms()) is None or not any(terms):
-            return None if terms is None else self.base.added(residual, x, scale)
-        if (found := self._for_kernel(x, terms, "split-k")) is None:
-            return None
-        weight, bias, adapters, plan = found
-        around = Around(residual=residual, scale=scale, terms=adapters)
-        return WithResidual(gemv(x, weight, bias, plan, around)) if plan.warps else None
-
-    def gated(self, x: Input, activation: Activation) -> Tensor:
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
         if (terms := self._terms()) is None or not any(terms):
             return super().gated(x, activation) if terms is None else self.base.gated(x, activation)
-        x = computed(x)
         found = self._for_kernel(x, terms, "gated")
         return super().gated(x, activation) if found is None else lora_gated_product(x, *found, activation)
 
@@ -147,8 +129,7 @@ class SideBySide(Product):
     def bypassed(self) -> list[nn.Module]:
         return [module for product in self.products for module in product.bypassed]
 
-    def __call__(self, x: Input) -> Tensor:
-        x = computed(x)
+    def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([product(x) for product in self.products], dim=-1)
 
 
@@ -159,8 +140,7 @@ class OwnProduct(Product):
     def bypassed(self) -> list[nn.Module]:
         return []
 
-    def __call__(self, x: Input) -> Tensor:
-        x = computed(x)
+    def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([layer(x) for layer in self.layers], dim=-1) if len(self.layers) > 1 else self.layers[0](x)
 
 

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..kernels.autotune import Kind, autotune_quantised, gemv_plans
+from ..kernels.autotune import Kind, autotune_quantised
 from ..kernels.backend import HALF_PRECISION
-from ..kernels.deferred import DeferredNorm, WithResidual, computed
 from ..kernels.gated import Activation
-from ..kernels.gemv import Around, gemv, kernel_takes
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
-from .product import Input, Product, Tuned
+from .product import Product, Tuned
 from .quantised_formats import Format, possible_formats, recognise_format
 from .storage import joined
 
@@ -26,12 +24,6 @@ class Operands(NamedTuple):
 
     weights: list[Packed]
     biases: list[Tensor | None]
-
-    @property
-    def only(self) -> tuple[Packed, Tensor | None]:
-        """Weight and bias of layers that are one product."""
-        (weight,), (bias,) = self
-        return weight, bias
 
 
 class QuantisedProduct(Product):
@@ -51,39 +43,26 @@ class QuantisedProduct(Product):
         self.alike = tuned.quantised.setdefault((self.name, self.in_features, self.out_features), [])
         self.alike.append(self)
 
-    def __call__(self, x: Input) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         product = self._product(x, "whole")
         assert not isinstance(product, Partials)
         return product
 
-    def split_k(self, x: Input) -> Tensor | Partials:
+    def split_k(self, x: Tensor) -> Tensor | Partials:
         return self._product(x, "split-k")
 
-    def added(self, residual: Tensor, x: Tensor, scale: float) -> WithResidual | None:
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
         operands = self._operands() if _takes(x) else None
-        if operands is None or (plan := self._plan(x, operands, "split-k")) is None or plan.warps == 0:
-            return None
-        return WithResidual(gemv(x, *operands.only, plan, Around(residual=residual, scale=scale)))
-
-    def gated(self, x: Input, activation: Activation) -> Tensor:
-        operands = self._operands() if _takes(x) else None
-        if operands is None or len(operands.weights) > 1 or (plan := self._plan(x, operands, "gated")) is None:
+        if operands is None or len(operands.weights) > 1 or (plan := self._plan(x, "gated")) is None:
             return super().gated(x, activation)
-        if plan.warps > 0:
-            value, norm = x if isinstance(x, DeferredNorm) else (x, None)
-            return gemv(value, *operands.only, plan, Around(norm, gate=activation))
-        return quantised_gated(computed(x), *operands.only, activation, plan)
+        return quantised_gated(x, operands.weights[0], operands.biases[0], activation, plan)
 
-    def _product(self, x: Input, kind: Kind) -> Tensor | Partials:
+    def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
-        if operands is None or (plan := self._plan(x, operands, kind)) is None:
-            x = computed(x)
+        if operands is None or (plan := self._plan(x, kind)) is None:
             own = [type(layer).forward(layer, x) for layer in self.layers]  # the layer's forward may be this product
             return torch.cat(own, -1) if len(own) > 1 else own[0]
-        if plan.warps > 0:
-            value, norm = x if isinstance(x, DeferredNorm) else (x, None)
-            return gemv(value, *operands.only, plan, Around(norm))
-        return quantised_linear(computed(x), operands.weights, operands.biases, plan)
+        return quantised_linear(x, operands.weights, operands.biases, plan)
 
     def _operands(self) -> Operands | None:
         """Return weights and biases as they are now: tensors may have been replaced since the last pass."""
@@ -98,24 +77,20 @@ class QuantisedProduct(Product):
                 return Operands([one], [bias])
         return Operands(weights, biases)
 
-    def _plan(self, x: Input, operands: Operands, kind: Kind) -> Plan | None:
-        if not operands.weights[0].data.is_cuda:
+    def _plan(self, x: Tensor, kind: Kind) -> Plan | None:
+        if not x.is_cuda:
             return None
 
         def product(x: Tensor, operands: Operands, plan: Plan | None) -> Tensor | Partials:
             assert plan is not None
-            if plan.warps > 0:
-                return gemv(x, *operands.only, plan, Around(gate="silu" if kind == "gated" else None))
             if kind == "gated":
-                return quantised_gated(x, *operands.only, "silu", plan)
+                return quantised_gated(x, operands.weights[0], operands.biases[0], "silu", plan)
             return quantised_linear(x, *operands, plan)
 
         fitting = [plan for plan in QUANTISED_PLANS if x.shape[-1] // BLOCK >= plan.splits]
         candidates = [plan for plan in fitting if plan.splits == 1 or kind == "split-k"]
         every = [operands for each in self.alike if (operands := each._operands()) is not None]
-        flat = (x.value if isinstance(x, DeferredNorm) else x).reshape(-1, x.shape[-1])
-        if len(operands.weights) == 1 and kernel_takes(operands.weights[0]):
-            candidates += gemv_plans(len(flat))
+        flat = x.reshape(-1, x.shape[-1])
         return autotune_quantised(product, every, flat, self.name, self.out_features, kind, candidates)
 
 
@@ -167,5 +142,5 @@ def _alike(weights: Sequence[Packed]) -> bool:
     )
 
 
-def _takes(x: Input) -> bool:
-    return x.dtype in HALF_PRECISION and 0 < x.shape.numel() <= MOST_ROWS * x.shape[-1]
+def _takes(x: Tensor) -> bool:
+    return x.dtype in HALF_PRECISION and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
