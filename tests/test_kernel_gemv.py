@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, fits, gemv, kernel_takes
-from hf_specbranch.kernels.linear import linear_reference
+from hf_specbranch.kernels.linear import PLANS
 from hf_specbranch.kernels.quantised import quantised_reference
 
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
@@ -15,31 +15,6 @@ from .quantised import KINDS, groups_of, random_packed
 
 rows = st.integers(1, MOST_ROWS)
 plans = st.sampled_from(GEMV_PLANS)
-
-
-def random_weight(columns, depth, dtype):
-    return randn(columns, depth, dtype=dtype) / depth**0.5
-
-
-@on_kernels
-@given(dtypes, seeds, rows, st.integers(1, 70), st.integers(1, 300), st.booleans(), plans)
-@example(torch.float16, 0, 1, 33, 256, True, GEMV_PLANS[1])  # whole steps
-@example(torch.float16, 0, 3, 8, 112, False, GEMV_PLANS[0])  # 896, the width of a small draft
-def test_kernel_gemv(dtype, seed, rows, columns, eighths, biased, plan):
-    torch.manual_seed(seed)
-    x, weight = randn(rows, 8 * eighths, dtype=dtype), random_weight(columns, 8 * eighths, dtype)
-    bias = randn(columns, dtype=dtype) if biased else None
-    assert fits(x, weight, bias, plan)
-    assert_close(gemv(x, weight, bias, plan), linear_reference(x, weight, bias))
-
-
-@on_kernels
-@given(dtypes, rows, st.integers(1, 300), st.sampled_from(["silu", "gelu_tanh"]), plans)
-def test_kernel_gated_gemv(dtype, rows, eighths, activation, plan):
-    torch.manual_seed(eighths)
-    x, weight = randn(rows, 8 * eighths, dtype=dtype), random_weight(40, 8 * eighths, dtype)
-    expected = gated_reference(linear_reference(x, weight, None), activation)
-    assert_close(gemv(x, weight, None, plan, activation), expected)
 
 
 @on_kernels
@@ -63,13 +38,23 @@ def test_kernel_quantised_gemv(kind, dtype, seed, rows, words, biased, plan, siz
 
 
 @on_kernels
+@given(st.sampled_from(["float8", "int8", "symmetric"]), rows, st.sampled_from(["silu", "gelu_tanh"]), plans)
+def test_kernel_gated_gemv(kind, rows, activation, plan):
+    torch.manual_seed(0)
+    packed, _ = random_packed(kind, 48, 1024, 128, torch.float32, DEVICE)
+    x = randn(rows, 1024)
+    expected = gated_reference(quantised_reference(x, packed, None), activation)
+    assert_close(gemv(x, packed, None, plan, activation), expected)
+
+
+@on_kernels
 @given(plans)
 def test_gemv_refuses_what_it_cannot_compute(plan):
-    x, weight = randn(1, 64), random_weight(8, 64, torch.float32)
-    assert fits(x, weight, None, plan)
-    assert not fits(randn(5, 64), weight, None, plan)
-    assert not fits(randn(1, 62), weight[:, :62], None, plan)
-    assert not fits(x, weight.T.contiguous().T, None, plan)
+    packed, _ = random_packed("int8", 16, 256, 128, torch.float32, DEVICE)
+    assert fits(randn(1, 256), packed, None, plan)
+    assert not fits(randn(5, 256), packed, None, plan)
+    assert not fits(randn(1, 256), packed, None, PLANS[0])
+    assert not fits(randn(1, 256), packed._replace(data=packed.data.T.contiguous().T), None, plan)
 
 
 @pytest.mark.gpu

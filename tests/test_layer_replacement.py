@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specbranch import load_demo_pair
 from hf_specbranch.bench import grow
+from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
 from hf_specbranch.kernels import linear as products
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.linear import Plan, fits
@@ -23,6 +24,7 @@ from hf_specbranch.layers.storage import joined
 
 from .families import FAMILIES, make
 from .kernels import DEVICE, logits_over_branches
+from .models import llama
 
 LLAMA_LIKE = [
     "llama", "llama-eager", "mistral-sliding", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3",
@@ -176,6 +178,15 @@ def test_layers_with_zero_output_are_replaced(family, dtype):
     layer = model.model.layers[0]
     assert not layer.self_attn.o_proj.weight.any() and not layer.mlp.down_proj.weight.any()
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("weights", ["float8", "int8"])
+def test_copies_with_zero_output_are_replaced(weights):
+    """The draft of a grown pair, in eight bits."""
+    twin = copy_of(with_zero_output(llama(seed=0, hidden=128)), DraftForm(weights))
+    kinds = list(replacements(twin).values())
+    assert kinds.count(AttentionForward) == kinds.count(LayerForward) == twin.config.num_hidden_layers
+    assert not twin.model.layers[0].self_attn.o_proj.weight.float().any()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..machine import write_whole
 from .backend import can_run, triton
 from .gated import gated_product
+from .gemv import MOST_ROWS as FEW_ROWS
 from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
 from .norm import rms_norm
 from .parallel_build import is_dry_run
@@ -168,14 +169,15 @@ def autotune_quantised(
     Args:
         product: computes x W^T for one of the weights, by a plan.
         weights: all weights of one shape and format.
-        x: [rows, K].
+        x: [rows, K]; 2 to 4 rows share a plan, 5 to 16, and 17 to 32.
         name: of the format; part of the key.
         columns: N.
         kind: what the product is for.
         candidates: the plans to measure.
     """
     rows, depth = x.shape
-    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{16 if rows <= 16 else 32}|{columns}x{depth}|{kind}"
+    alike = next(most for most in (1, FEW_ROWS, 16, MOST_ROWS) if rows <= most)
+    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{alike}|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan

@@ -1,7 +1,7 @@
-"""y = x W^T for one to four rows of x, without tensor cores (GEMV): a product bound by reading W once.
+"""y = x W^T for one to four rows of x and quantised W, without tensor cores (GEMV): a product bound by reading W once.
 
 Each program reads a few rows of W straight into registers: no shared memory, no pipeline to fill, and no partials for
-the next kernel to sum. The elements of W may be quantised; `gemv_words.py` unpacks them.
+the next kernel to sum. `gemv_words.py` unpacks the elements of W.
 
 With a gate, W holds the rows of gate and up, and the kernel computes act(x W_gate^T) * (x W_up^T).
 """
@@ -34,7 +34,7 @@ LANES = 32
 GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (8, 4), (8, 2), (16, 4)))
 
 
-def gemv(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, gate: Activation | None = None) -> Tensor:
+def gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, gate: Activation | None = None) -> Tensor:
     """Compute a product by the kernel.
 
     Args:
@@ -50,11 +50,10 @@ def gemv(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, ga
     flat, form = x.reshape(-1, x.shape[-1]), format_of(weight)
     (rows, depth), columns = flat.shape, weight.shape[0] // (1 if gate is None else 2)
     out = flat.new_empty((rows, columns))
-    data, scale, zero = (weight.data, weight.scale, weight.zero) if isinstance(weight, Packed) else (weight, None, None)
-    if form.CODE != "plain" and data.dtype != torch.int32:
+    data, scale = weight.data, weight.scale
+    if data.dtype != torch.int32:
         data = data.view(torch.int32)
-    scale = data if scale is None else scale
-    zero = scale if zero is None else zero
+    zero = scale if weight.zero is None else weight.zero
     block = form.per_load * LANES * plan.warps
     _gemv_kernel[(triton.cdiv(columns, plan.strip if gate is None else plan.strip // 2),)](
         flat, data, scale, zero, data if bias is None else bias, out,
@@ -66,24 +65,22 @@ def gemv(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan, ga
     return out.view(*x.shape[:-1], columns)
 
 
-def fits(x: Tensor, weight: Tensor | Packed, bias: Tensor | None, plan: Plan) -> bool:
+def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
     """Return whether the kernel can compute this product with this plan."""
-    data = weight.data if isinstance(weight, Packed) else weight
-    used = [x, bias, *([] if isinstance(weight, Packed) else [weight])]
     return (
         plan.warps > 0
-        and can_run(*used)
-        and data.device == x.device
+        and can_run(x, bias)
+        and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.stride(-1) == 1
         and kernel_takes(weight)
     )
 
 
-def kernel_takes(weight: Tensor | Packed) -> bool:
+def kernel_takes(weight: Packed) -> bool:
     """Return whether the kernel reads such a weight: rows of whole aligned loads, each within one group."""
-    data = weight.data if isinstance(weight, Packed) else weight
-    if data.stride(1) != 1 or (isinstance(weight, Packed) and (weight.code == "table" or weight.high_first)):
+    data = weight.data
+    if data.stride(1) != 1 or weight.code == "table" or weight.high_first:
         return False
     form, row_bytes = format_of(weight), data.stride(0) * data.element_size()
     aligned = data.data_ptr() % BYTES_PER_LOAD == row_bytes % BYTES_PER_LOAD == 0
@@ -126,7 +123,7 @@ def _gemv_kernel(
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
-    PER_WORD: tl.constexpr = 1 if CODE == "plain" else 32 // BITS
+    PER_WORD: tl.constexpr = 32 // BITS
     LOADS: tl.constexpr = BLOCK // PER_LOAD  # per row of W
     HALF: tl.constexpr = STRIP // 2 if GATED else STRIP
     strip, word, inner = tl.arange(0, STRIP), tl.arange(0, BLOCK // PER_WORD), tl.arange(0, BLOCK)
@@ -170,7 +167,7 @@ def _gemv_kernel(
             )
         words = following
     whole = tl.full((STRIP,), 1.0, tl.float32) * unit(CODE)
-    if GROUP == 0 and BITS < 16:
+    if GROUP == 0:
         whole *= scale_of(scale + n // SCALE_ROWS * scale_n, EXPONENTS)
     begin = tl.zeros((STRIP,), tl.float32)
     if BIAS:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .backend import Value, constexpr, jit, tl
 from .packed import Packed
@@ -23,7 +22,7 @@ BYTES_PER_LOAD = 16  # of one row of W, by each thread
 class Format(NamedTuple):
     """How the elements of a weight are stored, as kernel constants."""
 
-    CODE: str  # "plain": as loaded; "bfloat16": in pairs; or a code of `Packed`
+    CODE: str  # of `Packed`
     BITS: int
     GROUP: int = 0  # elements of a row with one scale; 0: all of them
     SCALE_ROWS: int = 1
@@ -37,11 +36,8 @@ class Format(NamedTuple):
         return BYTES_PER_LOAD * 8 // self.BITS
 
 
-def format_of(weight: Tensor | Packed) -> Format:
+def format_of(weight: Packed) -> Format:
     """Return the format of a weight."""
-    if not isinstance(weight, Packed):
-        pairs = weight.dtype == torch.bfloat16
-        return Format("bfloat16" if pairs else "plain", 8 * weight.element_size())
     bits = 8 if weight.code in ("int8", "float8") else 4
     whole = weight.group >= weight.shape[1] and weight.zeros != "shift"
     group = 0 if whole else min(weight.group, weight.shape[1])
@@ -52,11 +48,7 @@ def format_of(weight: Tensor | Packed) -> Format:
 @jit
 def elements(words: Value, STRIP: constexpr, BLOCK: constexpr, CODE: constexpr) -> Value:
     """Return the elements [STRIP, BLOCK] of words [STRIP, W] in float32, each times its own power of two."""
-    if CODE == "plain":
-        result = words.to(tl.float32)
-    elif CODE == "bfloat16":
-        result = tl.join(_number(words << 16), _number(words & -65536))
-    elif CODE == "int8":
+    if CODE == "int8":
         codes = words ^ -2139062144  # 0x80808080: two's complement becomes an unsigned code plus 128
         even = tl.join(_number(codes & 0xFF), _number(codes & 0xFF0000))
         odd = tl.join(_number(codes & 0xFF00), _number((codes >> 8) & 0xFF0000))
@@ -182,8 +174,6 @@ def unit(CODE: constexpr) -> Value:
     """Return what a sum of products with `elements` and `scaled_states` must be multiplied by."""
     if CODE == "float8":
         return 1152921504606846976.0
-    elif CODE == "plain" or CODE == "bfloat16":
-        return 1.0
     else:
         return 576460752303423488.0  # 2^59
 

@@ -17,6 +17,7 @@ from ..kernels.parallel_build import is_dry_run
 from ..model_state import is_lora
 from .base import Call, Replacement, tensor_of
 from .lora import base_of
+from .packed_linear import PackedLinear
 
 Forward = Callable[..., Any]
 F = TypeVar("F", bound=Forward)
@@ -108,7 +109,7 @@ def _compared(replacement: Forward, output: Any) -> Tensor:
 
 def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -> Tensor:
     """Return the distance on an input where a difference is above the noise floor, with noise in zero projections."""
-    zero_weights = [weight for weight in _output_weights(module) if not weight.any()]
+    zero_weights = _zero_output_weights(module)
     telling = replacement.telling_arguments(call.args, call.kwargs) if isinstance(replacement, Replacement) else None
     if not zero_weights and telling is None:
         return tensor_of(call.output).new_zeros((), dtype=torch.float32)
@@ -120,13 +121,24 @@ def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -
         return _distance(replacement, again)
 
 
-def _output_weights(module: nn.Module) -> list[Tensor]:
-    """Return the weights of the last products of attention, MLP and adapters, in this module or below."""
+def _zero_output_weights(module: nn.Module) -> list[Tensor]:
+    """Return the weights of the last products of attention, MLP and adapters that are zero, in this module or below.
+
+    With a weight of eight bits comes its scale, which is next to nothing then.
+    """
     found = (getattr(inner, name, None) for inner in module.modules() for name in OUTPUTS)
     adapters = (up for inner in module.modules() if is_lora(inner) for up in cast(Any, inner).lora_B.values())
-    products = (*(base_of(product) for product in found), *adapters)
-    weights = (product.weight if type(product) is nn.Linear else product for product in products)
-    return [weight for weight in weights if type(weight) is nn.Parameter and not weight.is_meta]
+    zero: list[Tensor] = []
+    for product in (*(base_of(product) for product in found), *adapters):
+        weight = product.weight if type(product) in (nn.Linear, PackedLinear) else product
+        if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or _has_values(weight):
+            continue
+        zero += [weight, product.weight_scale] if isinstance(product, PackedLinear) else [weight]
+    return zero
+
+
+def _has_values(weight: Tensor) -> bool:
+    return bool((weight.view(torch.uint8) if weight.element_size() == 1 else weight).any())
 
 
 @torch.no_grad()
@@ -161,6 +173,8 @@ def _noise_in(weights: list[Tensor]) -> Iterator[None]:
 def _noise(like: Tensor, scale: float) -> Tensor:
     """Return noise from a generator of its own: the global random state does not change."""
     generator = torch.Generator(like.device).manual_seed(0)
+    if like.element_size() == 1:  # codes of eight bits
+        return torch.empty_like(like, dtype=torch.float32).normal_(std=16, generator=generator).to(like.dtype)
     return torch.empty_like(like).normal_(std=scale, generator=generator)
 
 

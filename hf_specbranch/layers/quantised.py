@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.autotune import Kind, autotune_quantised
 from ..kernels.backend import HALF_PRECISION
 from ..kernels.gated import Activation
+from ..kernels.gemv import GEMV_PLANS, fits, gemv
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
@@ -24,6 +25,24 @@ class Operands(NamedTuple):
 
     weights: list[Packed]
     biases: list[Tensor | None]
+
+    def product(self, x: Tensor, plan: Plan) -> Tensor | Partials:
+        """Compute x W^T + bias of all layers."""
+        if len(self.weights) == 1 and fits(x, self.weights[0], self.biases[0], plan):
+            return gemv(x, self.weights[0], self.biases[0], plan)
+        return quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
+
+    def gated(self, x: Tensor, activation: Activation, plan: Plan) -> Tensor:
+        """Compute act(gate) * up of layers that are one product."""
+        (weight,), (bias,) = self
+        if fits(x, weight, bias, plan):
+            return gemv(x, weight, bias, plan, activation)
+        return quantised_gated(x, weight, bias, activation, with_tensor_cores(plan))
+
+
+def with_tensor_cores(plan: Plan) -> Plan:
+    """Return the plan, or another one if it is for products without tensor cores, which do not take these operands."""
+    return plan if plan.warps == 0 else QUANTISED_PLANS[0]
 
 
 class QuantisedProduct(Product):
@@ -55,14 +74,14 @@ class QuantisedProduct(Product):
         operands = self._operands() if _takes(x) else None
         if operands is None or len(operands.weights) > 1 or (plan := self._plan(x, "gated")) is None:
             return super().gated(x, activation)
-        return quantised_gated(x, operands.weights[0], operands.biases[0], activation, plan)
+        return operands.gated(x, activation, plan)
 
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
         if operands is None or (plan := self._plan(x, kind)) is None:
             own = [type(layer).forward(layer, x) for layer in self.layers]  # the layer's forward may be this product
             return torch.cat(own, -1) if len(own) > 1 else own[0]
-        return quantised_linear(x, operands.weights, operands.biases, plan)
+        return operands.product(x, plan)
 
     def _operands(self) -> Operands | None:
         """Return weights and biases as they are now: tensors may have been replaced since the last pass."""
@@ -83,14 +102,15 @@ class QuantisedProduct(Product):
 
         def product(x: Tensor, operands: Operands, plan: Plan | None) -> Tensor | Partials:
             assert plan is not None
-            if kind == "gated":
-                return quantised_gated(x, operands.weights[0], operands.biases[0], "silu", plan)
-            return quantised_linear(x, *operands, plan)
+            return operands.gated(x, "silu", plan) if kind == "gated" else operands.product(x, plan)
 
         fitting = [plan for plan in QUANTISED_PLANS if x.shape[-1] // BLOCK >= plan.splits]
         candidates = [plan for plan in fitting if plan.splits == 1 or kind == "split-k"]
         every = [operands for each in self.alike if (operands := each._operands()) is not None]
         flat = x.reshape(-1, x.shape[-1])
+        if all(len(each.weights) == 1 for each in every):
+            weights = [(each.weights[0], each.biases[0]) for each in every]
+            candidates += [plan for plan in GEMV_PLANS if all(fits(flat, *each, plan) for each in weights)]
         return autotune_quantised(product, every, flat, self.name, self.out_features, kind, candidates)
 
 
