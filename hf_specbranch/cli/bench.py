@@ -142,6 +142,8 @@ def bench(
     torch.manual_seed(seed)
     with leaving_cleanly(), terminable():
         pair = load_bench_pair(PairNames(given.target, given.draft, grow, length_head, device, dtype, given.loading))
+        if pair.head is None and "specbranch-head" in plan.names and not traffic:
+            note("no length head for this pair: specbranch-head is left out (--length-head names one)")
         if traffic:
             longest = fitting_length(pair, traffic_max_length, max_new_tokens)
             replayed = Traffic(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
@@ -107,8 +106,6 @@ def load_bench_pair(names: PairNames) -> Pair:
             head = grow_head(head, target, draft)
     if head is not None:
         head.check_pair(target, draft, tokenizer)
-    else:
-        print("no length head for this pair: specbranch-head is left out (--length-head names one)", file=sys.stderr)
     return Pair(specbranch(target), draft, tokenizer, head)
 
 
