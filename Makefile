@@ -13,17 +13,19 @@ JOBS ?= 2
 # A file stays in one process, so that its fixtures run once. Files start in order: by default those with the fewest tests
 # come last, and some of these take the longest.
 SHARED := --dist loadfile --no-loadscope-reorder
+# Bytecode is written even where the caller's environment says otherwise: the test processes share it.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all matrix dist environments lint docs clean
+.PHONY: demo test test-all matrix dist ready lint docs clean
 
 demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
 	$(BIN)/python examples/demo.py
 
-test: environments lint  ## lint, types, the suite on the newest transformers, a subset on the oldest
+test: ready  ## lint, types, the suite on the newest transformers, a subset on the oldest
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED) -m "not slow"
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m "compat and not slow"
 
-test-all: environments lint  ## the same, with the long tests
+test-all: ready  ## the same, with the long tests
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED)
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m compat
 
@@ -40,8 +42,8 @@ dist: $(VENV)/.ready  ## the wheel and the source archive, checked
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-environments:  ## both at the same time
-	$(MAKE) --no-print-directory -j 2 $(VENV)/.ready $(COMPAT)/.ready
+ready:  ## both environments; lint runs while the second one is made
+	$(MAKE) --no-print-directory -j 2 lint $(COMPAT)/.ready
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -54,14 +56,15 @@ docs: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ".[test,plot]"
+	$(BIN)/python -m pip install -q "$(TORCH)" -e ".[test,plot]"
 	touch $@
 
-$(COMPAT)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/python -m pip install -q "$(TORCH)" "transformers==$(OLDEST)"
-	$(COMPAT)/bin/python -m pip install -q -e ".[test,plot]"
+# All packages of the first environment, except transformers and what it needs in other versions.
+$(COMPAT)/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv --clear --without-pip $(COMPAT)
+	$(BIN)/python -c "from sysconfig import get_path; print(f'import site; site.addsitedir({get_path(\"purelib\")!r})')" \
+		> $$($(COMPAT)/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/newest.pth
+	$(BIN)/python -m pip --python $(COMPAT) install -q "transformers==$(OLDEST)"
 	touch $@
 
 clean:
