@@ -11,6 +11,8 @@ from .models import llama, noisy_copy
 
 os.environ["HF_SPECBRANCH_CACHE"] = "off"  # no test depends on what an earlier one has learned
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring
+# oneDNN takes five times as long for tiny products on some CPUs. These files run with it, as users do.
+WITH_ONEDNN = {"test_greedy_exactness", "test_sampling_exactness", "test_precision", "test_generate_contract"}
 
 
 def pytest_collection_modifyitems(items):
@@ -47,3 +49,9 @@ def graph_runners(monkeypatch):
 def stranger():
     """A draft that hardly ever agrees."""
     return llama(seed=7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_products(request):
+    with torch.backends.mkldnn.flags(enabled=request.module.__name__.rpartition(".")[2] in WITH_ONEDNN):
+        yield

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -9,6 +10,19 @@ from hf_specbranch import SpecBranchConfig, specbranch
 
 VOCABULARY, EOS, PAD = 48, 2, 0
 POLICIES = ("autoregressive", "vanilla", "pearl", "specbranch")
+
+
+def slowly(*values):
+    """Return a case that only runs with the long tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pairs(first, second):
+    """Return all pairs of values as cases. The fewest that contain every value are quick, the others slow."""
+    first, second = list(first), list(second)
+    quick = {(n % len(first), n % len(second)) for n in range(max(len(first), len(second)))}
+    cases = [(i, j) for i in range(len(first)) for j in range(len(second))]
+    return [(first[i], second[j]) if (i, j) in quick else slowly(first[i], second[j]) for i, j in cases]
 
 
 def llama(seed, vocabulary=VOCABULARY, hidden=32, layers=2, sharpness=4.0, eos=EOS, **changes):

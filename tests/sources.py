@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from . import sampling
-from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
+from .models import assert_counts_add_up, attached, llama, noisy_copy, pairs, prompt, slowly
 from .sampling import SMALLEST_P, exact_distribution, p_value, sampling_pair
 
 
@@ -37,10 +37,9 @@ class DraftSourceTests:
         assert_counts_add_up(model.specbranch_stats)
         return out, model.specbranch_stats, asked
 
-    @pytest.mark.parametrize("rows", [1, 3])
-    @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-    def test_greedy_text_is_that_of_plain_generate(self, static, rows, request):
-        if static:
+    @pytest.mark.parametrize(("stages", "rows"), pairs(["eager", "static"], [1, 3]))
+    def test_greedy_text_is_that_of_plain_generate(self, stages, rows, request):
+        if stages == "static":
             request.getfixturevalue("static_stages")
         target, draft = repetitive_pair()
         out, stats, asked = self.generated(rows, target, draft, do_sample=False)
@@ -53,7 +52,9 @@ class DraftSourceTests:
         out, _, asked = self.generated(4, target, draft, **ends)
         assert torch.equal(out, target.generate(**asked))
 
-    @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}], ids=str)
+    @pytest.mark.parametrize(
+        "processors", [slowly({}), {"repetition_penalty": 1.3}, slowly({"no_repeat_ngram_size": 4})], ids=str
+    )
     def test_processors_shape_the_text_as_in_plain_generate(self, processors):
         target, draft = repetitive_pair()
         out, _, asked = self.generated(2, target, draft, do_sample=False, **processors)

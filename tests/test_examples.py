@@ -46,6 +46,7 @@ def test_constrained_output(capsys):
     assert "the same as plain generate(): True" in printed
 
 
+@pytest.mark.slow
 def test_train_and_use_head(capsys):
     printed = run("train_and_use_head", 6, 16, 2, 4, capsys=capsys)
     rolled_back = dict(re.findall(r"^(.*): (\d+)% rolled back", printed, re.MULTILINE))

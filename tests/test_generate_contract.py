@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Quanti
 
 from hf_specbranch import SpecBranchConfig, specbranch
 
-from .models import config, llama, noisy_copy, prompt
+from .models import config, llama, noisy_copy, pairs, prompt
 
 pytestmark = pytest.mark.compat
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
@@ -37,8 +37,7 @@ class StopAt(StoppingCriteria):
         return self.answer(input_ids.shape[1] >= self.length)
 
 
-@pytest.mark.parametrize("answer", [bool, lambda ends: torch.tensor([ends]), torch.tensor])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("answer", "rows"), pairs([bool, lambda ends: torch.tensor([ends]), torch.tensor], [1, 3]))
 def test_a_criterion_may_return_one_answer_for_all_rows(rows, answer, target, model):
     kwargs = {**prompt(rows), **GREEDY, "stopping_criteria": [StopAt(12, answer)]}
     got = model.generate(**kwargs)
@@ -91,8 +90,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("inside", ["processor", "criterion"])
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize(("name", "inside"), pairs(NESTED, ["processor", "criterion"]))
 def test_nested_calls_know_nothing_of_the_outer_call(name, inside, target, model, draft, stranger):
     other, asked = specbranch(copy.deepcopy(stranger)), dict(NESTED[name])
     policies = {"no draft": "autoregressive", "with an assistant": "auto", "with settings": "vanilla"}
@@ -130,8 +128,7 @@ def test_a_model_may_be_called_within_its_own_generation(target, model):
 # ---- settings of transformers' assisted decoding
 
 
-@pytest.mark.parametrize("length", [3, 20])
-@pytest.mark.parametrize("where", ["argument", "passed", "target", "draft"])
+@pytest.mark.parametrize(("where", "length"), pairs(["argument", "passed", "target", "draft"], [3, 20]))
 def test_num_assistant_tokens_is_honoured(where, length, model, target):
     draft, asked = copy.deepcopy(target), {}  # always right
     if where == "argument":
@@ -232,8 +229,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("where", ["argument", "passed", "target"])
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(("name", "where"), pairs(MODES, ["argument", "passed", "target"]))
 def test_unsupported_calls_fall_back_with_one_warning(name, where, target, model, caplog):
     asked, reason = MODES[name]
     kwargs = {**GREEDY, **asked}
@@ -317,8 +313,7 @@ def test_callable_custom_generate_is_left_to_transformers(target, model):
 # ---- training and caches
 
 
-@pytest.mark.parametrize("role", ["target", "draft", "both"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("role", "rows"), pairs(["target", "draft", "both"], [1, 2]))
 def test_gradient_checkpointing_falls_back(rows, role, target, draft, caplog):
     plain, draft = copy.deepcopy(target), copy.deepcopy(draft)
     for model in {"target": [plain], "draft": [draft], "both": [plain, draft]}[role]:

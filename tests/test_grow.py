@@ -11,6 +11,8 @@ from hf_specbranch.bench import NAMED_SHAPES, Shape, grow
 from hf_specbranch.bench.shapes import SHAPES
 from hf_specbranch.bench.twin import check_twin, make_twin
 
+from .models import pairs
+
 # Every dimension larger than in `small()`: width, layers, heads, MLP and head size.
 LARGER = Shape(192, 5, 12, 12, 200, head_dim=32)
 
@@ -113,8 +115,7 @@ def test_growing_keeps_the_small_model() -> None:
     assert model.config.hidden_size == 64
 
 
-@pytest.mark.parametrize("name", NAMED_SHAPES)
-@pytest.mark.parametrize("which", ["target", "good draft", "weak draft"])
+@pytest.mark.parametrize(("name", "which"), pairs(NAMED_SHAPES, ["target", "good draft", "weak draft"]))
 def test_demo_models_fit_every_named_shape(which: str, name: str) -> None:
     target, good, _ = load_demo_pair()
     model = {"target": target, "good draft": good, "weak draft": load_demo_pair("weak")[1]}[which]

@@ -19,7 +19,7 @@ KINDS = {
 }
 SAMPLED_KINDS = (
     "as shipped",
-    "drafted tokens alone",
+    pytest.param("drafted tokens alone", marks=pytest.mark.slow),
     pytest.param("as in the paper", marks=pytest.mark.slow),
     pytest.param("confidence alone", marks=pytest.mark.slow),
 )

@@ -123,6 +123,7 @@ def test_features_a_head_does_not_read_are_not_computed(target):
     assert torch.allclose(every.entropy[:, :2], exact[:, :2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_reads_texts_and_several_folders(tmp_path):
     run = CliRunner()
     for name, text in (("a", "def add(a, b):\n"), ("b", "class Point:\n")):

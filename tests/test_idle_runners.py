@@ -18,7 +18,7 @@ from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.static_buffers import no_garbage_collection
 
 from .graphs import Comparison, tokens
-from .models import config, llama, noisy_copy
+from .models import config, llama, noisy_copy, slowly
 
 CPU = torch.device("cpu")
 
@@ -161,7 +161,7 @@ def test_second_time_captures_nothing(model):
     assert compare.stats.graphs_captured > 0
 
 
-@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("targets", [slowly(1), 2])
 def test_threads_that_share_models(targets, model):
     """Two threads generate with one model, or with two that share a draft, from a cold start."""
     draft = noisy_copy(model, 0.25, 1)

@@ -10,7 +10,7 @@ from hf_specbranch.bench.random_model import random_model
 from hf_specbranch.bench.shapes import config_of
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 
-from .models import attached, llama, noisy_copy, prompt
+from .models import attached, llama, noisy_copy, pairs, prompt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REFUSED = "does not compute the same logits under an explicit attention mask"
@@ -75,8 +75,7 @@ def obeys_first_slots_only(mask):
     return mask
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", [sees_all, obeys_first_slots_only])
+@pytest.mark.parametrize(("dtype", "change"), pairs(DTYPES, [sees_all, obeys_first_slots_only]))
 def test_one_layer_that_sees_too_much(change, dtype):
     model = deep(dtype)
     change_masks(model.model.layers[9].self_attn, change)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tf
 
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, prompt
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, pairs, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # GPT-BigCode
 
@@ -42,8 +42,7 @@ def plain_and_ours(target, policy, rows, **arguments):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("policy", ["autoregressive", "specbranch"])
-@pytest.mark.parametrize("family", TYPED)
+@pytest.mark.parametrize(("family", "policy"), pairs(TYPED, ["specbranch", "autoregressive"]))
 def test_token_types_go_on_with_the_last_one(family, policy):
     target = make(TYPED[family])
     for rows in (1, 2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from .models import PAD, POLICIES, VOCABULARY, attached, config, prompt
+from .models import PAD, POLICIES, VOCABULARY, attached, config, pairs, prompt
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("policy", [*POLICIES[:-1], pytest.param(POLICIES[-1], marks=pytest.mark.compat)])
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.compat
+@pytest.mark.parametrize(("policy", "name"), pairs(POLICIES, MASKED))
 def test_sampling_raises(name, policy, target, model, draft):
     for rows in (1, 2):
         kwargs = {**prompt(rows), "max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "pad_token_id": PAD}
@@ -59,8 +59,7 @@ def test_sampling_raises_where_stages_are_fixed(policy, model, draft, static_sta
         model.generate(**kwargs, assistant_model=draft, specbranch=config(policy))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize(("policy", "name"), pairs(POLICIES, MASKED))
 def test_greedy_decoding_goes_on_as_plain_generate_does(name, policy, target, model, draft):
     for rows in (1, 2):
         kwargs = {**prompt(rows), "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": PAD}

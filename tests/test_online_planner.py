@@ -119,11 +119,11 @@ def test_accepted_leaves_are_read_before_the_plan_changes(alternate_plans, targe
     leaves = SpecBranchConfig("specbranch", 4, confidence_threshold=0.0, max_rejection_branches=0, tree_leaves=8)
     alternate_plans(leaves, replace(leaves, policy="autoregressive", tree_leaves=0))
     small, model, hits = noisy_copy(target, noise=0.4, seed=3), attached(target), 0
-    for seed in range(4):
+    for seed in range(2):
         run = {**prompt(seed=seed), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
         assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
         hits += model.specbranch_stats.tree_leaf_hits
-    assert hits > 3
+    assert hits > 1
 
 
 def test_returned_cache_holds_accepted_leaves(target):
@@ -131,7 +131,7 @@ def test_returned_cache_holds_accepted_leaves(target):
     config = SpecBranchConfig(policy="specbranch", max_draft_length=4, confidence_threshold=0.0, tree_leaves=8)
     small, hits = noisy_copy(target, noise=0.4, seed=3), 0
     model = attached(target)
-    for count in range(2, 26):
+    for count in range(2, 26, 2):
         caches, texts = [DynamicCache(config=target.config) for _ in range(2)], []
         for one, cache, more in ((target, caches[0], {}), (model, caches[1], {"specbranch": config})):
             small_one = {"assistant_model": small} if more else {}
@@ -144,7 +144,7 @@ def test_returned_cache_holds_accepted_leaves(target):
         assert torch.equal(*texts)
         keys = [torch.stack([layer.keys for layer in cache.layers]) for cache in caches]
         assert torch.allclose(*keys, atol=1e-4), count
-    assert hits > 20
+    assert hits > 10
 
 
 @pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
@@ -268,6 +268,7 @@ def test_wrong_prediction_is_re_evaluated():
     as_predicted = timing_of(segment, ALWAYS)
     assert segments.send(as_predicted).plan == segment.plan and known.choices[planner.key].plan == segment.plan
     planner.agreements = lambda: [NEVER] * 4
+    known.evaluation_seconds = 0.0  # however busy the machine is
     assert segments.send(timing_of(segment, NEVER)).plan.policy == "autoregressive"
 
 
@@ -281,7 +282,7 @@ def test_small_deviations_are_not_re_evaluated():
     assert segments.send(timing._replace(tokens=0.7 * timing.tokens)).plan == segment.plan
     assert segments.send(timing._replace(tokens=1.5 * timing.tokens, seconds=0.9 * timing.seconds)).plan == segment.plan
     planner.agreements = lambda: [ALWAYS]
-    before = dict(known.ratios)
+    before, known.evaluation_seconds = dict(known.ratios), 0.0  # however busy the machine is
     segments.send(timing._replace(seconds=1.5 * timing.seconds))
     assert known.ratios != before
 

@@ -71,6 +71,7 @@ def test_measured_ratio_corrects_a_prediction():
     assert other.plan != best.plan
 
 
+@pytest.mark.slow
 def test_two_gpus_beat_the_method_of_the_paper():
     """On the embedded pair's texts, with a device for each model: at least 1.1 times as fast."""
     found = recordings("good")

@@ -14,7 +14,7 @@ from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import store
 from hf_specbranch.planning.knowledge import Knowledge, Situation, knowledge_of
 
-from .models import attached, llama, noisy_copy, prompt
+from .models import attached, llama, noisy_copy, prompt, slowly
 
 RUN = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": None}
 
@@ -137,7 +137,7 @@ def test_folder_that_cannot_be_written_is_silent(tmp_path, monkeypatch, recwarn)
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("value", ["off", "0", ""])
+@pytest.mark.parametrize("value", ["off", slowly("0"), slowly("")])
 def test_nothing_is_kept_when_switched_off(monkeypatch, value):
     monkeypatch.setenv(machine.VARIABLE, value)
     model, draft = model_pair()

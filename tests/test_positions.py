@@ -9,7 +9,7 @@ from hf_specbranch.planning.agreement import read_agreement
 from hf_specbranch.runtime.positions import learned_positions
 
 from .families import make
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
+from .models import EOS, PAD, VOCABULARY, attached, config, llama, noisy_copy, slowly
 
 LEARNED = 40
 SPECIAL = {"eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": PAD}
@@ -60,8 +60,8 @@ class EndsAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("rows", "padding"), [(1, 0), pytest.param(2, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["vanilla", "specbranch", *map(slowly, ("autoregressive", "pearl"))])
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), slowly(2, 5)])
 def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages):
     """Plain `generate()` returns one token after the last position; a text that ends there may be given more room."""
     draft, settings = noisy_copy(target, noise=0.05, seed=1), config(policy, gamma=6, epsilon=0.0)
@@ -72,7 +72,7 @@ def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages
         assert torch.equal(attached(target).generate(**kwargs, assistant_model=draft, specbranch=settings), plain)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["vanilla", "specbranch", *map(slowly, ("autoregressive", "pearl"))])
 def test_longer_text_is_refused(policy, target, stages):
     kwargs = run(24, 90) | {"eos_token_id": None}
     with pytest.raises(IndexError):

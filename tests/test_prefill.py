@@ -18,7 +18,7 @@ from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import SPARE_SLOTS
 
 from . import sampling
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, pairs
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 ROOM = 640  # positions of the models here
@@ -83,10 +83,10 @@ def test_prompts_of_any_length_need_few_captured_sizes(rows, length, captured):
     assert sum(count for _, count in prefill.passes(rows, length, takes_spans=True)) == length
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 512), (3, 128), (9, 32)])
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 512, 513])
-def test_greedy_output_equals_plain_generate(length, rows, most, read, pair):
+@pytest.mark.parametrize(("length", "limit"), pairs([1, 2, 63, 64, 65, 130, 512, 513], [(1, 512), (3, 128), (9, 32)]))
+def test_greedy_output_equals_plain_generate(length, limit, read, pair):
     """Only short prompts take the captured path. The limit counts all rows."""
+    rows, most = limit
     target, draft = pair
     kwargs = run(tokens(length, rows))
     model = attached(target)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, prompt
+from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, pairs, prompt, slowly
 
 ENDS = [EOS, 11, 17, 23, 30, 41]  # many, so that rows end often and inside drafts
 
@@ -56,11 +56,9 @@ def run(model, inputs, with_criterion=False, **kwargs):
     return out, log
 
 
-@pytest.mark.parametrize(
-    "rows", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.compat)]
-)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("with_criterion", [False, True])
+@pytest.mark.compat
+@pytest.mark.parametrize("rows", [slowly(1), slowly(2), 4])
+@pytest.mark.parametrize(("policy", "with_criterion"), pairs(POLICIES, [False, True]))
 def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target, model, draft):
     for seed in range(3):
         inputs = prompt(rows, seed=seed)
@@ -70,7 +68,7 @@ def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target,
         assert_same_calls(ours, plain)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [slowly(1), 3])
 def test_criteria_are_shown_the_scores_of_finished_rows(rows, target, model, draft):
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for seed in range(3):
@@ -83,8 +81,7 @@ def test_criteria_are_shown_the_scores_of_finished_rows(rows, target, model, dra
             torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
 def test_sampling_shows_each_prefix_of_its_text_once(policy, rows, target, model, draft):
     for seed in range(3):
         inputs = prompt(rows, seed=seed)
@@ -125,8 +122,7 @@ class LonelyGrammar(Grammar):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", [Grammar, LonelyGrammar])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "kind"), pairs(POLICIES, [Grammar, LonelyGrammar]))
 def test_a_grammar_is_never_shown_a_finished_text(policy, kind, target, model, draft):
     kwargs = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": PAD}
     for seed in range(3):

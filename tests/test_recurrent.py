@@ -16,16 +16,12 @@ from hf_specbranch.runtime.recurrent_cache import RecurrentLayer
 from hf_specbranch.runtime.recurrent_modules import owners_of
 
 from .fuzz import RECURRENT
-from .models import config, llama, prompt
+from .models import config, llama, prompt, slowly
 from .sampling import FEWER_SAMPLES, SMALLEST_P, VOCABULARY, draw, exact_distribution, p_value
 
 # One model for each kind of layer: gated delta rule, Mamba-2 with and without attention, Mamba, convolution alone.
 KINDS = ("qwen3_next", "falcon_h1", "mamba2", "mamba", "lfm2")
 ENDS = list(range(3, 7))
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def family(name):
@@ -52,8 +48,13 @@ def assert_equal(plain, model, draft, settings, rows=3, **more):
     assert model.specbranch_stats is not None  # it did not fall back
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("name", [slowly(name) if name == "kimi_linear" else name for name in RECURRENT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.compat) for name in KINDS),
+        *(slowly(name) if name == "kimi_linear" else name for name in RECURRENT if name not in KINDS),
+    ],
+)
 def test_padded_batches_with_early_ends_equal_plain_generate(name):
     plain, model, draft = attached_pair(name)
     assert_equal(plain, model, draft, config("vanilla", gamma=4, epsilon=0.0), eos_token_id=ENDS)
@@ -150,7 +151,9 @@ FAULTS = [(name, "conv", fault) for name in KINDS for fault in ("not restored", 
 FAULTS += [(name, "recurrent", fault) for name in KINDS[:-1] for fault in ("not restored", "one token late")]
 
 
-@pytest.mark.parametrize(("name", "kind", "fault"), FAULTS)
+@pytest.mark.parametrize(
+    ("name", "kind", "fault"), [slowly(*each) if each[0] in ("falcon_h1", "mamba") else each for each in FAULTS]
+)
 def test_probe_finds_wrong_states(name, kind, fault, monkeypatch):
     model = copy.deepcopy(plain_model(name))
     with monkeypatch.context() as patch:

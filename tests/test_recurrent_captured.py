@@ -14,8 +14,8 @@ from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.recurrent_cache import RecurrentCache
 from hf_specbranch.runtime.recurrent_modules import owners_of
 
-from .models import config
-from .test_recurrent import ENDS, assert_equal, attached_pair, plain_model, slowly
+from .models import config, slowly
+from .test_recurrent import ENDS, assert_equal, attached_pair, plain_model
 
 DELTA_NETWORKS = ["qwen3_next", "qwen3_5_text"]
 
@@ -31,7 +31,12 @@ def addresses(model):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("qwen3_next", "pearl"), ("qwen3_5_text", "vanilla"), ("mamba2", "specbranch"), slowly("falcon_h1", "pearl")],
+    [
+        ("qwen3_next", "pearl"),
+        ("mamba2", "specbranch"),
+        slowly("qwen3_5_text", "vanilla"),
+        slowly("falcon_h1", "pearl"),
+    ],
 )
 def test_captured_stages_equal_plain_generate(name, policy, graph_runners):
     plain, model, draft = attached_pair(name)

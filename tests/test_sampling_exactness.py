@@ -10,7 +10,7 @@ from hf_specbranch.decoding import acceptance as acceptance_module
 from hf_specbranch.decoding import drafter as drafter_module
 from hf_specbranch.decoding import verifier as verifier_module
 
-from .models import config
+from .models import config, pairs
 from .sampling import FEWER_SAMPLES, SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 DRAFTING = ("greedy", "sample")
@@ -30,8 +30,7 @@ def assert_biased(settings, **run):
 
 
 @pytest.mark.parametrize("samples", [FEWER_SAMPLES, pytest.param(SAMPLES, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafting", DRAFTING)
-@pytest.mark.parametrize("policy", ["vanilla", pytest.param("pearl", marks=pytest.mark.slow), "specbranch"])
+@pytest.mark.parametrize(("policy", "drafting"), pairs(["vanilla", "pearl", "specbranch"], DRAFTING))
 def test_every_policy_samples_from_the_target(policy, drafting, samples):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting), samples=samples)
 
@@ -214,8 +213,7 @@ def test_dropping_a_survivor_after_seeing_its_tokens_is_noticed(monkeypatch):
     assert_biased(config("specbranch", gamma=2, k=2, epsilon=1.0, draft_sampling="sample"))
 
 
-@pytest.mark.parametrize("policy", ["vanilla", "pearl", "specbranch"])
-@pytest.mark.parametrize("drafting", DRAFTING)
+@pytest.mark.parametrize(("policy", "drafting"), pairs(["vanilla", "pearl", "specbranch"], DRAFTING))
 def test_the_same_seed_gives_the_same_text(policy, drafting):
     settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
     first, second = (draw(settings, samples=1000, seed=11) for _ in range(2))

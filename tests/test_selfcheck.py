@@ -17,6 +17,7 @@ from hf_specbranch.runtime import cuda_graph, self_check
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .families import FAMILIES, make
+from .models import slowly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # many CPUs are very slow in bfloat16
@@ -52,7 +53,7 @@ def layers_of(model):
     return cuda_graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(HALF, marks=pytest.mark.compat)])
+@pytest.mark.parametrize("dtype", [slowly(torch.float32), pytest.param(HALF, marks=pytest.mark.compat)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_correct_kernels_pass(family, dtype, caplog):
     caplog.set_level(logging.WARNING, "hf_specbranch")

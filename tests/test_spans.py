@@ -15,7 +15,7 @@ from hf_specbranch.runtime.eager import leading_padding, make_spans, spans_to_ma
 
 from .graphs import Comparison, tokens
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
-from .models import EOS, PAD, VOCABULARY, llama, noisy_copy
+from .models import EOS, PAD, VOCABULARY, llama, noisy_copy, pairs, slowly
 
 SLOTS = 40
 # Of a query: first, end, own_first, own_end. Some are empty, in either of two ways.
@@ -145,15 +145,14 @@ def takes_spans(compare):
     return [runner.takes_spans for model in (compare.model, compare.draft) for runner in state_of(model).idle_runners]
 
 
-@pytest.mark.parametrize(("window", "by_spans"), [(256, True), (255, False)])
-@pytest.mark.parametrize("family", WINDOWED)
-def test_text_beyond_a_sliding_window(family, window, by_spans, graph_runners):
+@pytest.mark.parametrize(("family", "window"), pairs(WINDOWED, [256, 255]))
+def test_text_beyond_a_sliding_window(family, window, graph_runners):
     """A window that may be shorter than a branch is left to masks."""
     torch.manual_seed(0)
     compare = pair(WINDOWED[family](window), tree_leaves=3)
     for length in (300, 20, 250):
         compare(tokens(length, seed=length))
-        assert takes_spans(compare) == [by_spans] * 2
+        assert takes_spans(compare) == [window == 256] * 2
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def masks(ids):
     return {"left": left, "right": right, "middle": middle, "none": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [slowly(1), 3])
 def test_padding_that_spans_cannot_say(rows, compare):
     """The call runs under masks. The next one takes spans again, and both keep their stages."""
     ids = tokens(20, rows=rows)

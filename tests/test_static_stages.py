@@ -14,7 +14,7 @@ from hf_specbranch.runtime.overlap import Overlap
 from hf_specbranch.runtime.static_buffers import Buffers, HostCopies
 from hf_specbranch.stats import SpecBranchStats
 
-from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt
+from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt, slowly
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 pytestmark = pytest.mark.usefixtures("static_stages")
@@ -109,7 +109,7 @@ def test_rejection_branches_save_draft_forwards(target, draft):
     assert forwards[1] < forwards[0]
 
 
-@pytest.mark.parametrize("rejection_branches", [0, 6])
+@pytest.mark.parametrize("rejection_branches", [slowly(0), 6])
 def test_tree_leaves_save_target_passes(rejection_branches, target, draft):
     """The tokens are the same, in fewer target passes."""
     model, kwargs = attached(target), {**prompt(), "max_new_tokens": 60, "do_sample": False}
