@@ -29,7 +29,7 @@ class SpecBranchStats:
         draft_weights: "float8" or "int8" if a copy of the draft with such weights has drafted; else empty.
         draft_shortlist: how many tokens the draft could propose, if not all.
         length_head: the head that was used: `org/head@commit`, or its folder; empty without one.
-        slowed_by: why rounds were driven step by step from the host although CUDA graphs were available; else empty.
+        slowed_by: why rounds on a GPU were driven step by step from the host, if not asked for; else empty.
         graphs_captured: stages captured during this call, which takes time; later calls replay them.
         capture_seconds: time of this call that went into building kernels and capturing stages.
         padding_rows: rows that were added to the batch, since stages of that size were captured already.

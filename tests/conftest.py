@@ -1,4 +1,5 @@
 import os
+import traceback
 
 import pytest
 import torch
@@ -19,6 +20,28 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    finally:
+        if item.get_closest_marker("gpu"):
+            stop_if_the_device_is_lost(item.nodeid)
+
+
+def stop_if_the_device_is_lost(test):
+    """After a device-side assert nothing runs in this process: later tests would fail, or the process would abort."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        failure = "".join(traceback.format_exception(error))[-8000:]  # that of the test comes first
+        pytest.exit(
+            f"{test} has lost the device: {str(error).splitlines()[0]}. Run this test with -s to see the assert, and "
+            f"those after it in a new process.\n{failure}",
+            returncode=1,
+        )
 
 
 @pytest.fixture(scope="session")

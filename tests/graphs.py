@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specbranch import specbranch
-from hf_specbranch.runtime import cuda_graph, selection
+from hf_specbranch.runtime import capture_trial, cuda_graph, selection
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 
 from .models import VOCABULARY, config, llama
@@ -35,7 +35,7 @@ def run_graphs_on_cpu(monkeypatch):
     Stages have static shapes and are kept by key. Single forwards are not captured.
     """
     monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
-    monkeypatch.setattr(cuda_graph, "why_it_syncs", lambda *_: "")
+    monkeypatch.setattr(capture_trial, "why_it_syncs", lambda *_: "")
     monkeypatch.setattr(cuda_graph, "GraphMemory", EagerGraphs)
     monkeypatch.setattr(GraphRunner, "forward", GraphRunner.forward_uncaptured)
 

@@ -1,5 +1,6 @@
 """A dry run launches nothing and has no side effects. What it builds is checked on a GPU (test_gpu.py)."""
 
+import copy
 import logging
 import sys
 import threading
@@ -8,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from hf_specbranch.kernels import build_in_parallel, parallel_build
 from hf_specbranch.kernels.parallel_build import BuildState, Kernel, build_in_background, is_dry_run, room
@@ -21,6 +23,7 @@ from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .dry_runs import recorded_dry_run
 from .families import make
+from .test_recurrent import plain_model
 
 GPU = torch.device("cuda")  # nothing is launched, so its name suffices
 PATIENCE = 10  # seconds until a test that waits in vain fails
@@ -306,6 +309,27 @@ def test_a_pass_in_a_dry_run_does_not_change_the_cache(family):
             runner.forward_uncaptured(noise, noise, noise, torch.ones((1, 2, 8), dtype=torch.bool))
     assert_holds(runner.cache, kept)
     assert torch.equal(runner.slot_positions, positions)
+
+
+@pytest.mark.parametrize("name", [None, "falcon_h1"])
+def test_stages_of_recurrent_models_get_no_dry_run(name):
+    """A dry run would begin at a slot without a state, and change states, also if all attention is replaced."""
+    model = make("llama") if name is None else copy.deepcopy(plain_model(name))
+    fuse(model)
+    assert can_build_in_parallel(model)  # of the modules, which run without a cache
+    runner = GraphRunner(model, mask_maker_for(model, "target"), "fused")
+    runner.device = GPU
+    assert runner.builds_in_parallel == (name is None)
+
+
+def test_attention_is_registered_before_a_model_is_examined(monkeypatch):
+    """Whatever runs first in a process."""
+    kept = {name: each for name, each in AttentionInterface._global_mapping.items() if "specbranch" not in name}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", kept)
+    model = make("gpt2")
+    assert not can_build_in_parallel(model)
+    with fused(model):
+        assert model.config._attn_implementation == "specbranch_uncapped"
 
 
 @pytest.mark.parametrize("family, whole", [("llama", True), ("gemma2", True), ("gpt2", False)])

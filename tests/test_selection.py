@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.runtime import cuda_graph, idle_runners, selection
+from hf_specbranch.runtime import capture_trial, cuda_graph, idle_runners, selection
 from hf_specbranch.runtime.cuda_graph import fingerprint, round_up
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
@@ -50,7 +50,7 @@ def test_only_foreign_hooks_prevent_capture(target):
 def test_kernels_setting_chooses_layers(runtime, kernels, half, single, target, monkeypatch):
     """As if there were a GPU; nothing is captured."""
     monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
-    monkeypatch.setattr(cuda_graph, "why_it_syncs", lambda *_: "")
+    monkeypatch.setattr(capture_trial, "why_it_syncs", lambda *_: "")
     for dtype, layers in ((torch.bfloat16, half), (torch.float32, single)):
         model = copy.deepcopy(target).to(dtype)
         with selection.runner_for(model, "target", 1, 8, runtime, kernels) as runner:
@@ -149,7 +149,26 @@ def test_sync_on_first_use_is_allowed(syncs, modes, target, monkeypatch, caplog)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     monkeypatch.setattr(EagerRunner, "forward", forward)
-    reason = cuda_graph.why_it_syncs(model, masks)
+    reason = capture_trial.why_it_syncs(model, masks)
     assert tried == ["warn", "default", "warn"][:modes] and mode[-1] == "default"
     assert bool(reason) == (syncs == "always") == ("runs eagerly" in caplog.text)
-    assert cuda_graph.why_it_syncs(model, masks) == reason and len(tried) == modes
+    assert capture_trial.why_it_syncs(model, masks) == reason and len(tried) == modes
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_reason_names_the_module_that_waits(raises, target, monkeypatch):
+    model, masks = copy.deepcopy(target), mask_maker_for(target, "target")
+    mlp = model.model.layers[1].mlp
+
+    class Waiting(type(mlp)):
+        def forward(self, *args):
+            if raises:
+                raise RuntimeError("not permitted\nwhile a stream captures")
+            warnings.warn("called a synchronizing CUDA operation\nsomewhere", stacklevel=1)
+            return super().forward(*args)
+
+    mlp.__class__ = Waiting
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    reason = "not permitted" if raises else "called a synchronizing CUDA operation"
+    assert capture_trial.why_it_syncs(model, masks) == f"its forward cannot be captured ({reason} in Waiting)"

@@ -255,6 +255,7 @@ class Assembly(Sources):
         """Whether stages are captured whole; the statistics say why not, where that costs speed."""
         self.stats.runtime = self.runner.runtime
         if not self.runner.captures:
+            self.stats.slowed_by = self.runner.why_eager
             return False
         self.stats.slowed_by = self._why_not_static(hooks)
         return not self.stats.slowed_by
@@ -278,7 +279,7 @@ class Assembly(Sources):
         if self.in_step:
             return "a stopping criterion wants rows of equal length"
         if self.draft_runner is not None and not self.draft_runner.captures:
-            return "the draft runs eagerly"
+            return ": ".join(filter(None, ("the draft runs eagerly", self.draft_runner.why_eager)))
         places = {self.call.input_ids.device, self.runner.device, (self.draft_runner or self.runner).device}
         if len(places) > 1:
             return "inputs, target and draft are not on one device"

@@ -110,7 +110,6 @@ def fused(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if torch.is_autocast_enabled(model.device.type):  # it chooses dtypes by its own rules
         yield model
         return
-    register()
     config = model.config.get_text_config(decoder=True)
     with ExitStack() as stack:
         stack.enter_context(state_of(model).kernel_lock)
@@ -169,6 +168,7 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
         if is_dry_run():
             raise RuntimeError("a model cannot be examined in a dry run")
 
+        register()
         calls = record_calls(model)
 
         def check_and_passes() -> None:  # in a dry run every replacement passes the check

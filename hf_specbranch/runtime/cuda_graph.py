@@ -8,11 +8,9 @@ with the target's pass.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property, partial
-from threading import Lock, get_ident
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -23,7 +21,7 @@ from ..kernels import build_in_parallel
 from ..kernels.attention_interface import original_attention
 from ..kernels.spans import SPANS
 from ..layers import can_build_in_parallel, fuse, fused
-from ..model_state import adapter_state, agreed, modules_in_use, state_of, tensors_in_use
+from ..model_state import adapter_state, modules_in_use, state_of, tensors_in_use
 from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
@@ -33,7 +31,6 @@ from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
 logger = logging.getLogger(__name__)
 
-_sync_mode = Lock()  # torch's mode of warning about synchronisation is the same for all threads
 Layers = Literal["plain", "fused"]  # how the layers run: as transformers wrote them, or through our kernels
 MOST_QUERIES = 1024  # longer forwards are limited by the device, not by launches, and run eagerly
 MANY_QUERIES = 256  # a size for which libraries choose other kernels than for one query
@@ -88,11 +85,16 @@ class GraphRunner(EagerRunner):
 
     @cached_property
     def builds_in_parallel(self) -> bool:
-        """Whether a dry run can find out which kernels a pass needs, so that they are built in parallel."""
+        """Whether a dry run can find out which kernels a pass needs, so that they are built in parallel.
+
+        A recurrent model has states and their slots in torch tensors, which a dry run would change. The dry run of its
+        module check, which has no cache, takes place.
+        """
         return (
             self.layers == "fused"
             and self.device.type == "cuda"
             and can_build_in_parallel(self.model, self._sample_passes)
+            and not self.is_recurrent
         )
 
     def _sample_passes(self) -> None:
@@ -237,76 +239,6 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
         while len(checks) > MOST_CHECKS:
             del checks[next(iter(checks))]
     return "plain" if checks[now] == "none" else "fused"
-
-
-def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
-    """Return why a forward of this model cannot be captured, such as that it waits for the device; empty if it can be.
-
-    This is found out by trying.
-    """
-    reasons, adapters = state_of(model).sync_reasons, adapter_state(model)
-    if adapters not in reasons and load_check(model, "syncs") is False:
-        return reasons.setdefault(adapters, "")
-    if adapters not in reasons:
-        tokens = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-        (runner := EagerRunner(model, masks)).reserve(1, 2)
-        before = int(runner.is_recurrent)  # a recurrent state needs a token before it
-        visible = tokens.new_ones((1, 1, 1 + before), dtype=torch.bool)
-        forward = partial(runner.forward, tokens, tokens + before, tokens + before, visible)
-        with state_of(model).kernel_lock, torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if before:
-                runner.prefill(tokens, tokens, None)
-            reason = _why_it_syncs(forward)
-            if reason:
-                with suppress(RuntimeError):
-                    forward()  # initialisation on first use may wait
-                reason = _why_it_syncs(forward)
-            if not reason and tokens.is_cuda and (before or getattr(model, "hf_quantizer", None) is not None):
-                reason = _why_replay_differs(forward)  # kernels of other packages may use streams of their own
-        if reason := agreed(model, reason):
-            logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
-        else:
-            save_check(model, "syncs", False)
-        reasons[adapters] = reason
-    return reasons[adapters]
-
-
-def _why_it_syncs(forward: Callable[[], object]) -> str:
-    """Run a forward while torch warns of synchronisation. The mode holds for all threads; only this one counts."""
-    this_thread, syncs = get_ident(), list[str]()
-
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        if get_ident() == this_thread and "synchroniz" in str(message):
-            syncs.append(str(message).splitlines()[0])
-
-    with _sync_mode, warnings.catch_warnings():
-        mode = torch.cuda.get_sync_debug_mode()
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        try:
-            torch.cuda.set_sync_debug_mode("warn")
-            forward()
-        except RuntimeError as error:
-            syncs.append(str(error).splitlines()[0])
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    return f"its forward cannot be captured ({syncs[0]})" if syncs else ""
-
-
-def _why_replay_differs(forward: Callable[[], Step]) -> str:
-    """Capture a forward, and return why that fails or what is wrong with its replay; empty if the replay is right."""
-    try:
-        expected = forward().logits.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step = forward()
-        step.logits.zero_()
-        graph.replay()
-        alike = torch.allclose(step.logits.float(), expected.float(), rtol=2e-2, atol=2e-2)
-    except RuntimeError as error:
-        return f"its forward cannot be captured ({str(error).splitlines()[0]})"
-    return "" if alike else "its captured forward computes something else when it is replayed"
 
 
 def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:

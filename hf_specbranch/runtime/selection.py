@@ -23,7 +23,7 @@ from ..model_state import (
     state_of,
     unmerge_disabled,
 )
-from . import cuda_graph, idle_runners
+from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
 from .mask_probe import mask_maker_for
 from .positions import LengthDependentRotary
@@ -73,8 +73,11 @@ def runner_for(
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":
         _warn_once(model, role, reason)
-    if runtime == "eager" or reason or cuda_graph.why_it_syncs(model, masks):
+    if runtime != "eager" and not reason:
+        reason = capture_trial.why_it_syncs(model, masks)
+    if runtime == "eager" or reason:
         eager = EagerRunner(model, masks)
+        eager.why_eager = reason if model.device.type == "cuda" else ""
         eager.skips_autograd = _can_skip_autograd(model)
         try:
             yield eager
