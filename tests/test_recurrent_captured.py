@@ -118,7 +118,7 @@ def test_captured_on_a_gpu(name, policy, kernels, caplog):
         stats = model.specbranch_stats
         found = stats.runtime, stats.slowed_by, state_of(model).kernel_checks, caplog.messages
         if name == "qwen3_next" and stats.runtime == "eager":
-            # In float32, torch's product of many experts waits for the device, and long passes run the model's code.
+            # torch's grouped product may wait for the device in float32, and passes over many tokens need it.
             assert "synchroniz" in stats.slowed_by and stats.slowed_by in caplog.text, found
         else:
             assert stats.runtime == "graph" and not stats.slowed_by, found
@@ -126,18 +126,26 @@ def test_captured_on_a_gpu(name, policy, kernels, caplog):
     assert not kernels or stats.runtime == "eager" or set(uses) == {"spans"}, found  # captured with our kernels
 
 
+class CollectingLinear(torch.nn.Linear):
+    """Collects garbage during a capture, if Python may."""
+
+    def forward(self, x):
+        if x.is_cuda and torch.cuda.is_current_stream_capturing() and gc.isenabled():
+            gc.collect()
+        return super().forward(x)
+
+
 @pytest.mark.gpu
 def test_garbage_does_not_end_the_trial_of_a_capture(caplog):
     """Graphs and caches of a model that is garbage are released between captures, not in one."""
-    settings, threshold = config("vanilla", gamma=4, epsilon=0.0, kernels=True, runtime="graph"), gc.get_threshold()
+    settings, threshold = config("vanilla", gamma=4, epsilon=0.0, kernels=False, runtime="graph"), gc.get_threshold()
     first, second = ([each.to("cuda") for each in attached_pair("falcon_h1")] for _ in range(2))
-    assert_equal(*first, settings, **inputs_of(7))
-    first.append(first)
-    gc.disable()
-    del first
-    gc.enable()
+    second[1].lm_head.__class__ = CollectingLinear
     try:
-        gc.set_threshold(1, 1, 1)
+        gc.set_threshold(0)  # nothing is collected by itself
+        assert_equal(*first, settings, **inputs_of(7))
+        first.append(first)
+        del first
         assert_equal(*second, settings, **inputs_of(7))
     finally:
         gc.set_threshold(*threshold)
