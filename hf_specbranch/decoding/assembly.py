@@ -34,7 +34,7 @@ from .model_inputs import ModelInputs
 from .outputs import Recorder
 from .policies import POLICIES, for_head, without_alternatives
 from .resolve import Accounting
-from .scoring import can_guide, has_static_form, is_opaque
+from .scoring import can_guide, has_static_form
 from .sources import Sources
 from .target import Target
 from .target_states import TargetStates
@@ -74,9 +74,8 @@ class Assembly(Sources):
             for each in (runner, draft_runner or runner):
                 each.takes_spans = False
         self.samples = bool(call.generation_config.do_sample)
-        self.ordered = any(map(is_opaque, call.processors))  # processors must be called token by token
         self.guided = any(map(can_guide, call.processors))
-        self.in_step = self.ordered or (call.rows > 1 and self.stopper.needs_rows_in_step)
+        self.in_step = call.in_step
         self.vocabulary = scored_tokens(call.model)
         self.given = HookList(call.all_hooks)
         self.static_shapes = self._can_be_static(self.given.hooks)
@@ -111,15 +110,11 @@ class Assembly(Sources):
 
     @property
     def _may_plan(self) -> bool:
-        """Whether the planner has anything to choose. Hooks and length heads were made for one method."""
+        """Whether the planner has anything to choose."""
         draft = self.draft_runner
         if draft is None or (draft.is_recurrent and self.call.rows > 1):  # it cannot read rows of different lengths
             return False
-        if self.head is not None:  # how well it agrees with a text depends on the target's states
-            return False
-        if self.call.translation is not None:  # recordings compare tokens of one vocabulary
-            return False
-        return self.call.config.policy == "auto" and not self.in_step and not self.given.hooks
+        return self.call.may_plan
 
     def parts(self) -> Parts:
         """Return everything that the loop needs except a drafter."""
@@ -186,8 +181,7 @@ class Assembly(Sources):
 
     @property
     def _situation(self) -> Situation:
-        threads = torch.get_num_threads() if self.runner.device.type == "cpu" else 0
-        return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads)
+        return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads_of(self.runner.device))
 
     def predicted_costs(self, context: int, draft: PreTrainedModel) -> StepCosts:
         """Return the step costs that the sizes of the target and a draft predict at this length of text."""
@@ -326,6 +320,11 @@ class Assembly(Sources):
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
             self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks,
         )  # fmt: skip
+
+
+def threads_of(device: torch.device) -> int:
+    """Return the threads of a CPU, for the planner; 0 for another device."""
+    return torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def has_holes(attention: Tensor) -> bool:

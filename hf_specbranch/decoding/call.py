@@ -137,6 +137,23 @@ class Call:
         return self.input_ids.shape[0]
 
     @property
+    def in_step(self) -> bool:
+        """Whether rows must advance together, as in plain `generate()`."""
+        ordered = any(map(is_opaque, self.processors))  # processors must be called token by token
+        return ordered or (self.rows > 1 and self.stopper.needs_rows_in_step)
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether there may be anything for the planner to choose. Hooks and length heads were made for one method.
+
+        How well a head of the target agrees with a text depends on the target's states, and recordings compare tokens
+        of one vocabulary.
+        """
+        if self.draft is None or isinstance(self.draft, TargetHead) or self.translation is not None:
+            return False
+        return self.config.policy == "auto" and not self.in_step and not self.all_hooks
+
+    @property
     def stopper(self) -> Stopper:
         longest = self.generation_config.max_length
         return Stopper(self.criteria, longest if self.pause is None else min(longest, self.pause))

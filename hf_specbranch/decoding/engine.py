@@ -16,14 +16,16 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..fallback import FallBack
 from ..model_state import state_of
-from ..planning.online import Planner
-from ..planning.timer import SegmentTimer
+from ..planning.chooser import Choice
+from ..planning.knowledge import knowledge_of
+from ..planning.online import Planner, PlanSegment
+from ..planning.timer import SegmentTimer, summary
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap, cpu_threads
 from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
-from .assembly import Assembly
+from .assembly import Assembly, threads_of
 from .call import Call
 from .hooks import LengthHeadHook
 from .loop import Parts, decode, read_prompt
@@ -124,13 +126,18 @@ def assembled(call: Call, stats: SpecBranchStats) -> Iterator[Assembly]:
 
 
 def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | SpecBranchOutput:
-    with assembled(call, stats) as assembly:
+    resting = resting_choice(call)
+    with assembled(call if resting is None else replace(call, config=resting.plan), stats) as assembly:
         parts = assembly.parts()
         text = parts.text
         try:
             with assembly.overlap() as overlap:
-                follow = follow_plan if len(assembly.plans) == 1 else follow_planner
-                follow(assembly, parts, overlap)
+                if resting is not None:
+                    rest(call, resting, assembly, parts, overlap)
+                elif len(assembly.plans) == 1:
+                    follow_plan(assembly, parts, overlap)
+                else:
+                    follow_planner(assembly, parts, overlap)
         finally:
             stats.new_tokens += text.gained
         stats.time_to_first_token = stats.time_to_first_token or text.first_gain - began
@@ -153,6 +160,30 @@ def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     remember_text(parts)
 
 
+def resting_choice(call: Call) -> Choice | None:
+    """Return plain decoding, if that is known to be best and nothing is to be found out: then no draft is prepared.
+
+    A sampled text must not depend on what was measured, and all ranks of a tensor parallel target make the same parts.
+    """
+    if call.draft is None or call.generation_config.do_sample or call.ranks is not None or not call.may_plan:
+        return None
+    known = knowledge_of(call.model, call.draft)
+    return known.resting_choice(call.config, call.rows, threads_of(call.model.device))
+
+
+def rest(call: Call, choice: Choice, assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
+    """Generate the text without a draft, and let the planner know how long that took."""
+    assert call.draft is not None
+    text, stats, passes = parts.text, assembly.stats, assembly.stats.target_forwards
+    follow_plan(assembly, parts, overlap)
+    seconds, tokens = time.perf_counter() - text.first_gain, text.gained / len(text.lengths)
+    rounds = stats.target_forwards - passes - 1  # the first pass reads the prompt
+    if rounds:
+        segment = PlanSegment(choice.plan, rounds, False, choice.tokens_per_second)
+        stats.plans.append(summary(segment, rounds, tokens - 1, seconds))
+    knowledge_of(call.model, call.draft).end_rest(call.config, call.rows, tokens, seconds)
+
+
 def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text in segments, each with the plan that the planner chooses."""
     text = parts.text
@@ -162,9 +193,10 @@ def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     plan = segment.plan
     parts = assembly.with_drafter(plan, parts)
     observed = assembly.observed(parts)
-    feedback = read_prompt(observed)
+    feedback = read_prompt(observed, before_draft=timer.join)
     while not text.finished:
         if segment.plan != plan:
+            timer.join()
             plan = segment.plan
             observed.accounting.close()
             observed.target.read_skipped_token()

@@ -21,7 +21,7 @@ the output does not depend on it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -121,13 +121,20 @@ def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedba
     return feedback
 
 
-def read_prompt(parts: Parts) -> Feedback:
-    """Generate the first token with the target alone; the draft reads the prompt after that token is streamed."""
+def read_prompt(parts: Parts, before_draft: Callable[[], None] | None = None) -> Feedback:
+    """Generate the first token with the target alone; the draft reads the prompt after that token is streamed.
+
+    Args:
+        parts: the parts of the generation.
+        before_draft: called before the draft reads the prompt.
+    """
     step = parts.target.prefill()
     no_draft = NoDraft(parts.verifier.nothing)
     parts.verifier.verify(step, *no_draft.nothing, no_draft.drafted)
     feedback = finish_round(parts, step)
     parts.text.stream_out()
+    if before_draft is not None:
+        before_draft()
     if not parts.text.finished:
         parts.drafter.prefill(parts.text.prompt_length)
     return feedback

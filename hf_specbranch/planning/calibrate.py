@@ -29,6 +29,7 @@ class CostFactors:
         draft: of a draft step, relative to the pass of the same segment.
         passes: of a pass, by its tokens per row, relative to the segment before.
         hidden: the fraction of overlapped drafting that was hidden. Not a factor.
+        reading: seconds in which the draft read a text before it drafted. Not a factor.
 
     Example:
         >>> from hf_specbranch.planning import StepCosts
@@ -42,6 +43,7 @@ class CostFactors:
     draft: list[float] = field(default_factory=list)
     passes: dict[int, list[float]] = field(default_factory=dict)
     hidden: list[float] = field(default_factory=list)
+    reading: list[float] = field(default_factory=list)
 
     def costs(self, predicted: StepCosts) -> StepCosts:
         """Return the predicted costs, corrected."""
@@ -62,6 +64,11 @@ class CostFactors:
             passes=tuple(rising) if len(rising) > 1 else (),
             waiting=predicted.waiting,
         )
+
+    @property
+    def reading_seconds(self) -> float:
+        """How long the draft reads a text before it drafts; 0 until that is measured."""
+        return middle(self.reading) if self.reading else 0.0
 
     @property
     def current_speed(self) -> float:
@@ -85,6 +92,8 @@ class CostFactors:
             speed_before: what this method returned for the segment just before, which followed another plan. None: that
                 is too long ago to compare with.
         """
+        if timing.reading > 0 and timing.draft.forwards + timing.branch.forwards > 0:
+            _keep(self.reading, timing.reading)
         if timing.overlap:
             self._add_hidden(timing, predicted)
             return self.current_speed
@@ -117,12 +126,14 @@ class CostFactors:
     def first_guess(self) -> CostFactors:
         """Return the factors with which to begin in a similar situation, each as one measurement."""
         passes = {width: [middle(samples)] for width, samples in self.passes.items() if samples}
-        return CostFactors(self.speed[-1:], [middle(self.draft)] if self.draft else [], passes, self.hidden[-1:])
+        draft, reading = ([middle(each)] if each else [] for each in (self.draft, self.reading))
+        return CostFactors(self.speed[-1:], draft, passes, self.hidden[-1:], reading)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all measurements, ready for JSON."""
         passes = {str(width): samples for width, samples in self.passes.items()}
-        return {"speed": self.speed, "draft": self.draft, "passes": passes, "hidden": self.hidden}
+        lists = {"speed": self.speed, "draft": self.draft, "hidden": self.hidden, "reading": self.reading}
+        return {**lists, "passes": passes}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> CostFactors:
@@ -132,8 +143,14 @@ class CostFactors:
             list(map(float, fields["draft"])),
             {int(width): list(map(float, samples)) for width, samples in fields["passes"].items()},
             list(map(float, fields["hidden"])),
+            list(map(float, fields.get("reading", ()))),
         )
-        factors = [*found.speed, *found.draft, *(each for samples in found.passes.values() for each in samples)]
+        factors = [
+            *found.speed,
+            *found.draft,
+            *found.reading,
+            *(each for samples in found.passes.values() for each in samples),
+        ]
         if not all(isfinite(each) and each > 0 for each in factors) or not all(0 <= each <= 1 for each in found.hidden):
             raise ValueError(f"{fields}: expected factors above 0, and fractions from 0 to 1")
         return found

@@ -137,6 +137,7 @@ class SegmentTiming(NamedTuple):
     verify: Totals
     branch: Totals  # drafting that could overlap with them
     disturbed: bool = False  # includes one-off work, such as the capture of a graph
+    reading: float = 0.0  # seconds before the segment, in which the draft read the text; not part of `seconds`
 
     @property
     def tokens_per_second(self) -> float:

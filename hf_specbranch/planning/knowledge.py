@@ -19,6 +19,14 @@ from .sizes import ModelSize, sizes_of
 from .store import Entries, PairFile, file_of
 
 RECENT_TEXTS = 8  # how many recordings are kept
+RECENT_LENGTHS = 16  # how many lengths of texts are kept
+CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
+EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
+EVALUATE_EVERY = 64  # generations, at least
+CHECK_EVERY = 16  # generations; where stages are not captured, plain decoding is compared with a draft so often
+# A text without a draft says nothing about what a draft could do, so now and then the draft reads one. That must not
+# take more than this fraction of the time.
+MOST_TRYING = 0.02
 MOST_CHOICES = 32  # choices and ratios that are kept on disk
 OTHER_THREADS = 100.0  # a distance that is larger than that between any two batch sizes
 SCALE = 1000  # probabilities are kept on disk in thousandths
@@ -48,6 +56,9 @@ class Knowledge:
         choices: the last choice, per situation and the user's settings.
         ratios: measured over predicted speed of each plan that was followed in captured stages.
         missed: seconds that a plan would have saved, had its stages been captured.
+        rivals: the plan that would be faster if its stages were captured, and the share of the time that it would save,
+            per situation and the user's settings.
+        lengths: new tokens of the last texts.
         generations: how many generations have been timed.
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
         evaluation_seconds: how long the last evaluation took.
@@ -62,6 +73,8 @@ class Knowledge:
     choices: dict[tuple[SpecBranchConfig, Situation], Choice] = field(default_factory=dict)
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
     missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
+    rivals: dict[tuple[SpecBranchConfig, Situation], tuple[SpecBranchConfig, float]] = field(default_factory=dict)
+    lengths: list[float] = field(default_factory=list)
     generations: int = 0
     next_evaluation: int = 0
     evaluation_seconds: float = 0.0
@@ -81,6 +94,60 @@ class Knowledge:
             self.factors[situation] = found
         return found
 
+    def evaluation_is_due(self) -> bool:
+        """Return whether to re-evaluate the choice, although its rounds went as predicted."""
+        always = self.generations <= EVALUATE_ALWAYS
+        is_cheap = self.evaluation_seconds <= MOST_TRYING * self.unplanned_seconds
+        return self.generations >= self.next_evaluation and (always or is_cheap)
+
+    def schedule_evaluation(self) -> None:
+        """Put off the next evaluation: by one text to begin with, then until the number of texts has doubled."""
+        now = self.generations
+        self.next_evaluation = now + 1 if now < EVALUATE_ALWAYS else now + min(now, EVALUATE_EVERY)
+
+    def resting_choice(self, settings: SpecBranchConfig, rows: int, threads: int) -> Choice | None:
+        """Return the choice of plain decoding for texts that need not look at the draft; None if the planner must run.
+
+        The runtime is not asked for: the draft would have to be prepared to know it. So plain decoding must have been
+        chosen in all situations with so many rows and threads.
+
+        Args:
+            settings: the user's settings.
+            rows: the batch size.
+            threads: of a CPU.
+        """
+        found = {key[1]: choice for key, choice in list(self.choices.items()) if key[0] == settings}
+        alike = {each: choice for each, choice in found.items() if (each.rows, each.threads) == (rows, threads)}
+        checked = not all(each.captured for each in alike) and self.generations % CHECK_EVERY == CHECK_EVERY - 1
+        if checked or self.evaluation_is_due() or any(self._worth_capturing(settings, each) for each in alike):
+            return None
+        drafts = any(choice.plan.policy != "autoregressive" for choice in alike.values())
+        return None if drafts else next(iter(alike.values()), None)
+
+    def end_rest(self, settings: SpecBranchConfig, rows: int, tokens: float, seconds: float) -> None:
+        """Count a text that was generated without looking at the draft."""
+        self.unplanned_seconds += seconds
+        for key in list(self.rivals):
+            if key[0] == settings and key[1].rows == rows:
+                self.miss(key, seconds)
+        self.end_text(tokens)
+
+    def _worth_capturing(self, settings: SpecBranchConfig, situation: Situation) -> bool:
+        return self.miss((settings, situation), 0.0)
+
+    def miss(self, key: tuple[SpecBranchConfig, Situation], seconds: float) -> bool:
+        """Count what a rival would have saved in so much time; return whether that is worth its captures by now."""
+        if key not in self.rivals:
+            return False
+        plan, share = self.rivals[key]
+        self.missed[plan] = self.missed.get(plan, 0.0) + share * seconds
+        return self.missed[plan] >= CAPTURE_SECONDS
+
+    def end_text(self, tokens: float) -> None:
+        """Count a generation of so many tokens per row."""
+        self.generations += 1
+        self.lengths = [*self.lengths[1 - RECENT_LENGTHS :], tokens]
+
     def save(self) -> None:
         """Write to the file, if there is one."""
         if self.file is not None:
@@ -97,6 +164,7 @@ class Knowledge:
         texts = [_compact(text) for text in self.texts.all() if text.chances]
         counts = {"generations": self.generations, "next_evaluation": self.next_evaluation}
         lists = {"choices": choices, "ratios": ratios, "texts": texts, "copy_gains": self.copy_gains}
+        lists["lengths"] = self.lengths
         return {"costs": costs, **lists, **counts}
 
     def update(self, entries: Entries) -> None:
@@ -116,6 +184,7 @@ class Knowledge:
         texts = [_recording(each) for each in entries.get("texts", ())]
         copy_gains = {str(name): _positive(gain) for name, gain in entries.get("copy_gains", {}).items()}
         generations, next_evaluation = (int(entries.get(name, 0)) for name in ("generations", "next_evaluation"))
+        self.lengths = [_positive(tokens) for tokens in entries.get("lengths", ())]
         self.factors, self.choices, self.ratios = factors, choices, ratios
         self.generations, self.next_evaluation, self.copy_gains = generations, next_evaluation, copy_gains
         for text in texts:

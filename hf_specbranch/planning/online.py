@@ -4,6 +4,8 @@ A generation is a sequence of plan segments, each of them some rounds that follo
 plan that is best at predicted costs (`sizes`), or that the last generation ended with. Its rounds are timed, and they
 correct the prediction (`calibrate`). Where predictions are less good, a few rounds without a draft are put between two
 segments, since they show whether drafting pays. They take no longer than plain decoding.
+
+A draft must read the text before it drafts. Where texts are often short, it begins late or not at all (`horizon`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from typing import NamedTuple
 import torch
 
 from ..config import SpecBranchConfig
-from .agreement import Agreement, typical_agreement
-from .calibrate import CostFactors
+from .agreement import Agreement
 from .chooser import BLOCK_SIZE, MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
-from .knowledge import Knowledge, Situation
+from .knowledge import CHECK_EVERY, Knowledge, Situation
 from .simulate import predict
+from .text_choices import TextChoices
 
 FEWEST_ROUNDS = 4  # a shorter segment is not learned from
 FIRST_ROUNDS = {True: 24, False: 8}  # by whether stages are captured: until the first evaluation of a new pair
@@ -30,19 +32,17 @@ CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
 GROWS = 1.2  # times the pass over one token, from which on wider passes in one block do not take about the same time
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
 CHECKS = 2  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
-CHECK_EVERY = 16  # generations, later
 SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
 # Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
-EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
 # Outside captured stages the draft reads a text in about the time of so many steps. With a large draft on a CPU that
 # takes longer than a better plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
-CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
 # this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
 MOST_PLANNING = 0.03
+UNCERTAIN = 1.3  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
 
 class PlanSegment(NamedTuple):
@@ -51,24 +51,17 @@ class PlanSegment(NamedTuple):
     plan: SpecBranchConfig
     rounds: int
     overlap: bool
-    predicted: float | None = None  # tokens per second of a row; None while nothing is predicted
+    predicted: float | None = None  # tokens per second of a row; None in rounds of plain decoding beside the choice
     tokens_per_pass: float = 1.0  # predicted
 
 
-class Planner:
-    """Chooses the plans of one generation.
+class Planner(TextChoices):
+    """Chooses the plans of one generation, and learns from their rounds. See `TextChoices`.
 
     Args:
-        plans: the plans to choose from.
-        settings: the user's settings, from which the plans were made.
-        situation: everything that costs depend on, except the context length.
-        known: what earlier generations have shown; updated here.
-        predicted: the costs that the sizes of the models predict for a context of this length.
+        plans, settings, situation, known, predicted: as there.
         agreements: records how the draft agrees with the text so far.
-        context: returns the length of the text.
-        measures: learn from timings. A sampled text must depend on its seed, not on the speed of the machine.
-        is_captured: whether the stages of a plan are captured already.
-        remaining: returns how many tokens are still to come, at most.
+        context, measures, is_captured, remaining: as there.
     """
 
     def __init__(
@@ -84,25 +77,12 @@ class Planner:
         is_captured: Callable[[SpecBranchConfig], bool] = lambda plan: True,
         remaining: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.plans, self.situation, self.known, self.key = plans, situation, known, (settings, situation)
-        self.captured, self.predicted, self.measures = situation.captured, predicted, measures
-        self.agreements, self.context, self.is_captured, self.remaining = agreements, context, is_captured, remaining
-        self.text = known.texts.begin()
-        self.branches = max(plan.max_branches for plan in plans)
+        super().__init__(plans, settings, situation, known, predicted, context, measures, is_captured, remaining)
+        self.agreements, self.text = agreements, known.texts.begin()
         self.speed: float | None = None  # that the passes of the last segment showed
         self.last_plan: SpecBranchConfig | None = None
         self.checks = self.times_off = 0
-        self.seconds = 0.0  # since the last evaluation
         self.learned = False  # something that is worth keeping
-
-    @property
-    def factors(self) -> CostFactors:
-        return self.known.factors_in(self.situation)
-
-    def costs(self) -> StepCosts:
-        """Return the costs at the present length of the text."""
-        predicted = self.predicted(self.context())
-        return self.factors.costs(predicted) if self.measures else predicted
 
     def segments(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """Yield plan segments; the caller sends the timing of each."""
@@ -110,7 +90,7 @@ class Planner:
 
     def _by_predicted_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """Plan by this text alone, not by earlier ones: the same seed must give the same text."""
-        plan, rounds, predicted = choose(self.plans, [self._typical], self.costs(), self.captured).plan, 24, None
+        plan, rounds, predicted = choose(self.plans, [self.typical], self.costs(), self.captured).plan, 24, None
         while True:
             yield PlanSegment(plan, rounds, plan.overlap, predicted)
             rounds *= 4
@@ -119,10 +99,6 @@ class Planner:
                     self.plans, recorded, self.costs(), self.captured, plan, min_gain=MIN_PREDICTED_GAIN
                 )
 
-    @property
-    def _typical(self) -> Agreement:
-        return typical_agreement(1 + self.branches)
-
     def _by_measured_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         choice, rounds = self.first_choice(), PLANNED_ROUNDS
         if self.key not in self.known.choices:
@@ -130,28 +106,23 @@ class Planner:
             if choice.plan.policy == "autoregressive" and not self.factors.draft:
                 # One look at what the draft does.
                 yield from self._check(choice.plan)
+        elif start := self.draft_start(choice, self.remaining()):
+            yield from self._prelude(choice.plan, start)
         while True:
             plan, predicted, tokens_per_pass = choice
-            rounds = min(rounds, CHECKED_ROUNDS) if self._check_is_due(plan) else rounds
+            rounds = min(rounds, CHECKED_ROUNDS) if self._check_is_due(plan, predicted) else rounds
             segment = PlanSegment(plan, rounds, plan.overlap, predicted, tokens_per_pass)
             timing = yield segment
             due = self._learn(segment, timing)
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            if self.speed is not None and self._check_is_due(plan):
+            if self.speed is not None and self._check_is_due(plan, predicted):
                 plain = yield from self._check(plan)
                 # A draft that has just been seen to pay is followed without an evaluation, until the end of the text.
                 due = plan.policy == "autoregressive" or timing.tokens_per_second < MIN_GAIN * plain.tokens_per_second
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
-
-    def first_choice(self) -> Choice:
-        """Return the choice of the last generation at present costs, or the best one by what is known."""
-        last, texts, costs = self.known.choices.get(self.key), self._texts() or [self._typical], self.costs()
-        if last is None or (not self.is_captured(last.plan) and any(map(self.is_captured, self.plans))):
-            return self._choose(texts, costs, None)
-        return choose([last.plan], texts, costs, self.captured, ratios=dict(self.known.ratios))
 
     def _threads_changed(self) -> bool:
         """Return whether the passes of a CPU use another number of threads from now on, and so have other costs."""
@@ -162,15 +133,11 @@ class Planner:
         self.key, self.speed, self.times_off = (self.key[0], self.situation), None, 0
         return True
 
-    def _texts(self) -> list[Agreement]:
-        """Return the recordings of the last texts that have enough candidates for all plans."""
-        return [text for text in self.known.texts.all() if text.candidates >= self.branches]
-
     # ---- what plain decoding would take, where that is uncertain
 
     def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, SegmentTiming]:
         """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft."""
-        check = PlanSegment(self._other(plan), CHECK_ROUNDS, False)
+        check = PlanSegment(self.other(plan), CHECK_ROUNDS, False)
         timing = yield check
         if not self._record(check, timing):  # its stages had to be captured
             timing = yield check
@@ -178,20 +145,24 @@ class Planner:
         self.checks += 1
         return timing
 
-    def _check_is_due(self, plan: SpecBranchConfig) -> bool:
+    def _check_is_due(self, plan: SpecBranchConfig, speed: float) -> bool:
         """Return whether to compare the plan with plain decoding, or plain decoding with a draft.
 
-        Captured passes within a block take about the same time, which needs no check. In a mixture of experts they do
-        not, and how many experts the tokens of a text share is not known before.
+        Captured passes within a block take about the same time, which needs no check if a draft gains much. In a
+        mixture of experts they do not, and how many experts the tokens of a text share is not known before.
+
+        Args:
+            plan: the plan.
+            speed: its predicted tokens per second.
         """
-        if self.remaining() < 2 * CHECK_ROUNDS or self._other(plan) == plan:
+        if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan:
             return False
         drafts = plan.policy != "autoregressive"
-        width, predicted = pass_width(plan if drafts else self._other(plan)), self.predicted(self.context())
+        width, predicted = pass_width(plan if drafts else self.other(plan)), self.predicted(self.context())
         in_block = self.situation.rows * width <= BLOCK_SIZE
         grows = in_block and predicted.pass_seconds(width - 1) > GROWS * predicted.target_pass
         if self.captured and not grows and (in_block or not drafts):
-            return False
+            return drafts and 1 not in self.factors.passes and speed * self.costs().target_pass < UNCERTAIN
         if self.times_off > 1 and not self.checks:  # the rounds take another time than they used to
             return True
         samples = self.factors.passes.get(1, []) if drafts else self.factors.draft
@@ -201,18 +172,13 @@ class Planner:
         later = not self.captured and self.known.generations % CHECK_EVERY == CHECK_EVERY - 1
         return later or len(samples) < (CHECKS if drafts and not self.captured else 1)
 
-    def _other(self, plan: SpecBranchConfig) -> SpecBranchConfig:
-        """Return the plan without a draft; for that plan itself, the one with the narrowest passes over a draft."""
-        if plan.policy != "autoregressive":
-            return next((each for each in self.plans if each.policy == "autoregressive"), plan)
-        vanilla = [each for each in self.plans if each.policy == "vanilla"]
-        return min(vanilla, key=lambda each: (pass_width(each), each.confidence_threshold), default=plan)
-
     # ---- learning
 
     def _record(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
         """Learn costs from a segment; return whether there was enough to learn from."""
         self.seconds += timing.seconds
+        self.tokens += timing.tokens
+        self.drafts = self.drafts or segment.plan.policy != "autoregressive"
         if not _is_reliable(timing):
             self.speed = None
             return False
@@ -228,13 +194,14 @@ class Planner:
         may_pause = ending or segment.plan.policy == "autoregressive"
         is_off = reliable and self._is_off(segment, timing)
         is_off = is_off and self.known.evaluation_seconds <= MOST_PLANNING * self.known.unplanned_seconds
-        return is_off or self.key not in self.known.choices or (may_pause and self._is_due())
+        missed = self.known.miss(self.key, timing.seconds)
+        return is_off or missed or self.key not in self.known.choices or (may_pause and self._is_due())
 
-    def _next_choice(self, segment: PlanSegment, timing: SegmentTiming, due: bool) -> Choice:
+    def _next_choice(self, segment: PlanSegment, timing: SegmentTiming, due: bool, ending: bool = False) -> Choice:
         assert segment.predicted is not None
         choice = Choice(segment.plan, segment.predicted, segment.tokens_per_pass)
         if due:
-            choice = self._evaluate(segment.plan, timing) or choice
+            choice = self._evaluate(segment.plan, timing, ending) or choice
         self.known.choices[self.key] = choice
         return choice
 
@@ -242,11 +209,14 @@ class Planner:
         """Learn from the last segment of a text, and keep on disk what is new."""
         if not self.measures:
             return
-        if segment.predicted is None:
-            self._record(segment, timing)
+        if segment.predicted is not None:
+            self._next_choice(segment, timing, self._learn(segment, timing, ending=True), ending=True)
         else:
-            self._next_choice(segment, timing, self._learn(segment, timing, ending=True))
-        self.known.generations += 1
+            self._record(segment, timing)
+            self.known.unplanned_seconds += timing.seconds
+        self.known.end_text(self.tokens)
+        if (choice := self.known.choices.get(self.key)) is not None:
+            self.known.choices[self.key] = self.worth_reading(choice)
         if self.learned:
             self.known.save()
 
@@ -256,10 +226,9 @@ class Planner:
 
         One text says little, and rounds without a draft say nothing about what a draft could do.
         """
-        known, now = self.known, self.known.generations
-        if now < known.next_evaluation:
+        if not self.known.evaluation_is_due():
             return False
-        known.next_evaluation = now + 1 if now < EVALUATE_ALWAYS else 2 * now
+        self.known.schedule_evaluation()
         return True
 
     def _is_off(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
@@ -277,58 +246,47 @@ class Planner:
 
     # ---- choosing
 
-    def _evaluate(self, plan: SpecBranchConfig, timing: SegmentTiming) -> Choice | None:
+    def _evaluate(self, plan: SpecBranchConfig, timing: SegmentTiming, ending: bool) -> Choice | None:
         """Evaluate all plans on this text and the last ones; return None while there is nothing to evaluate them on.
 
         Args:
             plan: the plan that is being followed; kept unless another is clearly faster.
             timing: the timing of its last segment.
+            ending: the choice is for the next text.
         """
         began = time.perf_counter()
-        choice = self._evaluated(plan, timing)
+        choice = self._evaluated(plan, timing, ending)
         self.known.evaluation_seconds, self.known.unplanned_seconds = time.perf_counter() - began, 0.0
         return choice
 
-    def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming) -> Choice | None:
+    def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming, ending: bool) -> Choice | None:
         known, costs = self.known, self.costs()
         reads = self.captured or READING_STEPS * costs.draft_step < max(MOMENT, MOST_READING * self.seconds)
         recorded = self.agreements() if reads else []
         known.texts.update(self.text, recorded)
         self.learned = True
-        if recorded and self.captured and _is_reliable(timing):
+        if recorded and self.captured and _is_reliable(timing) and timing.rounds >= CHECKED_ROUNDS:
             # Compare times of rounds, not tokens: the segment was another part of the text.
             prediction = predict(recorded, plan, costs, self.captured)
             predicted_round = prediction.tokens_per_pass / prediction.tokens_per_second
             ratio = predicted_round * timing.rounds / timing.seconds
             known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
-        texts = self._texts() or ([] if reads else [self._typical])
+        texts = self.texts() or ([] if reads else [self.typical])
         if not texts:
             return None
-        return self._choose(texts, costs, plan)
+        return self.best_choice(texts, costs, plan, ending)
 
-    def _choose(self, texts: list[Agreement], costs: StepCosts, plan: SpecBranchConfig | None) -> Choice:
-        """Return the best choice; a plan whose stages are not captured must save the time that this takes.
+    # ---- whether a draft is worth its reading of the text
 
-        What it would have saved since the last evaluation is added to what it will save: a plan that is better for one
-        short text after the other is captured in the end.
-        """
-        known, ratios = self.known, dict(self.known.ratios)  # another thread may add to them
-        seconds, self.seconds = self.seconds, 0.0
-        if not self.captured or all(map(self.is_captured, self.plans)):
-            return choose(self.plans, texts, costs, self.captured, plan, ratios)
-        if plan is not None and seconds:
-            best = choose(self.plans, texts, costs, self.captured, plan, ratios)
-            now = choose([plan], texts, costs, self.captured, ratios=ratios)
-            saved = seconds * (1 - now.tokens_per_second / best.tokens_per_second)
-            known.missed[best.plan] = known.missed.get(best.plan, 0.0) + saved
-
-        def delay(other: SpecBranchConfig) -> float:
-            if other == plan or self.is_captured(other):
-                return 0.0
-            return max(0.0, CAPTURE_SECONDS - known.missed.get(other, 0.0))
-
-        delays = delay if plan is not None or any(map(self.is_captured, self.plans)) else None
-        return choose(self.plans, texts, costs, True, plan, ratios, delay=delays, remaining=self.remaining())
+    def _prelude(self, plan: SpecBranchConfig, start: float) -> Generator[PlanSegment, SegmentTiming, None]:
+        """Follow plain decoding until the draft begins."""
+        while True:
+            prelude = PlanSegment(self.other(plan), int(min(start, PLANNED_ROUNDS)), False)
+            timing = yield prelude
+            self._record(prelude, timing)
+            self.known.unplanned_seconds += timing.seconds
+            if start < inf:
+                return
 
 
 def _is_reliable(timing: SegmentTiming) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..decoding.text import Text
 from ..runtime.overlap import Overlap, Totals
@@ -37,14 +36,25 @@ class SegmentTimer:
 
     def __init__(self, stats: SpecBranchStats, overlap: Overlap, text: Text, captures: Callable[[], int]) -> None:
         self.stats, self.overlap, self.text, self.captures = stats, overlap, text, captures
+        self.joined: Any = None  # when the draft began to read the text, if it was just before this segment
+
+    def join(self) -> None:
+        """Note that the draft of the next segment begins to read the text."""
+        self.joined, self.captured = self.overlap.clock.now(), self.captures()
 
     def start(self) -> None:
-        """Begin a segment."""
-        self.clock, self.gained, self.captured = time.perf_counter(), self.text.gained, self.captures()
+        """Begin a segment. On a GPU it begins once the draft has read the text, although the host does not wait."""
+        if self.joined is None:
+            self.captured = self.captures()
+        self.began, self.gained = self.overlap.clock.now(), self.text.gained
 
     def read(self, segment: PlanSegment) -> SegmentTiming:
         """End a segment and return its timing."""
-        seconds, spans = time.perf_counter() - self.clock, self.overlap.spans
+        clock, spans, ended = self.overlap.clock, self.overlap.spans, self.overlap.clock.now()
+        began = clock.seconds(self.began)
+        seconds = clock.seconds(ended) - began
+        reading = 0.0 if self.joined is None else began - clock.seconds(self.joined)
+        self.joined = None
         work = self.overlap.take()
         timing = SegmentTiming(
             rounds=work["verify"].forwards,
@@ -52,24 +62,28 @@ class SegmentTimer:
             seconds=seconds,
             overlap=segment.overlap,
             disturbed=self.captures() > self.captured,
+            reading=reading,
             **work,
         )
-        self.stats.plans.append(
-            {
-                "plan": describe(segment.plan, segment.overlap),
-                "rounds": timing.rounds,
-                "tokens": timing.tokens,
-                "seconds": timing.seconds,
-                "tokens_per_second": timing.tokens_per_second,
-                "predicted_tokens_per_second": segment.predicted,
-            }
-        )
+        self.stats.plans.append(summary(segment, timing.rounds, timing.tokens, timing.seconds))
         if self.overlap.clock.by_events or segment.overlap:
             return timing
         return without_outliers(
             timing,
             **{kind: [Work(end - begin, *done[1:]) for begin, end, done in each] for kind, each in spans.items()},
         )
+
+
+def summary(segment: PlanSegment, rounds: int, tokens: float, seconds: float) -> dict[str, Any]:
+    """Return what the statistics say about a segment."""
+    return {
+        "plan": describe(segment.plan, segment.overlap),
+        "rounds": rounds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "predicted_tokens_per_second": segment.predicted,
+    }
 
 
 def without_outliers(

@@ -1,0 +1,54 @@
+"""How long texts get, and so whether it pays to let a draft read one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+FEWEST_TEXTS = 4  # with fewer, only the longest length of a text is known
+STARTS = (8, 16, 32, 64, 128)  # tokens of a text after which a draft may begin
+
+
+def expected_tokens(lengths: Sequence[float], done: float, most: float) -> float:
+    """Return how many tokens a text still gets, given the lengths of the last ones.
+
+    Args:
+        lengths: tokens of the last texts.
+        done: tokens that this text has already.
+        most: the most that may still come.
+
+    Example:
+        >>> expected_tokens([10, 10, 100, 120], done=50, most=500)
+        60.0
+    """
+    longer = [length - done for length in lengths if length > done]
+    if len(lengths) < FEWEST_TEXTS or not longer:
+        return most
+    return min(most, sum(longer) / len(longer))
+
+
+def best_start(lengths: Sequence[float], most: float, saved: float, reading: float) -> float:
+    """Return after how many tokens of a text a draft should begin; infinite if it does not pay.
+
+    Short texts end before a draft that begins late has cost anything. A long text saves a little less then.
+
+    Args:
+        lengths: tokens of the last texts.
+        most: the most tokens of this text.
+        saved: seconds that drafting saves per token.
+        reading: seconds that the draft needs to read the text.
+
+    Example:
+        >>> best_start([10, 10, 100, 120], most=128, saved=0.0002, reading=0.01)
+        16
+        >>> best_start([100, 120, 100, 120], most=128, saved=0.0002, reading=0.01)
+        0
+        >>> best_start([10, 12, 14, 20], most=128, saved=0.0002, reading=0.01)
+        inf
+    """
+    texts = [min(length, most) for length in lengths] if len(lengths) >= FEWEST_TEXTS else [most]
+
+    def gain(start: float) -> float:
+        return sum((length - start) * saved - reading for length in texts if length > start)
+
+    return max((0, inf, *STARTS), key=gain)

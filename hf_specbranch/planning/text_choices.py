@@ -1,0 +1,135 @@
+"""Which plan a text should follow, by what is known: costs, recordings, captured stages, how long texts get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from ..config import SpecBranchConfig
+from .agreement import Agreement, typical_agreement
+from .calibrate import CostFactors
+from .chooser import Choice, choose, pass_width
+from .costs import StepCosts
+from .horizon import best_start, expected_tokens
+from .knowledge import CAPTURE_SECONDS, Knowledge, Situation
+
+
+class TextChoices:
+    """Chooses between plans for one text.
+
+    Args:
+        plans: the plans to choose from.
+        settings: the user's settings, from which the plans were made.
+        situation: everything that costs depend on, except the context length.
+        known: what earlier generations have shown; updated here.
+        predicted: the costs that the sizes of the models predict for a context of this length.
+        context: returns the length of the text.
+        measures: learn from timings. A sampled text must depend on its seed, not on the speed of the machine.
+        is_captured: whether the stages of a plan are captured already.
+        remaining: returns how many tokens are still to come, at most.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[SpecBranchConfig],
+        settings: SpecBranchConfig,
+        situation: Situation,
+        known: Knowledge,
+        predicted: Callable[[int], StepCosts],
+        context: Callable[[], int],
+        measures: bool = True,
+        is_captured: Callable[[SpecBranchConfig], bool] = lambda plan: True,
+        remaining: Callable[[], float] = lambda: inf,
+    ) -> None:
+        self.plans, self.situation, self.known, self.key = plans, situation, known, (settings, situation)
+        self.captured, self.predicted, self.measures = situation.captured, predicted, measures
+        self.context, self.is_captured, self.remaining = context, is_captured, remaining
+        self.branches = max(plan.max_branches for plan in plans)
+        self.tokens = 0.0  # per row, of this text
+        self.drafts = False  # the draft has read this text
+        self.seconds = 0.0  # since the last evaluation
+
+    @property
+    def factors(self) -> CostFactors:
+        return self.known.factors_in(self.situation)
+
+    def costs(self) -> StepCosts:
+        """Return the costs at the present length of the text."""
+        predicted = self.predicted(self.context())
+        return self.factors.costs(predicted) if self.measures else predicted
+
+    @property
+    def typical(self) -> Agreement:
+        return typical_agreement(1 + self.branches)
+
+    def texts(self) -> list[Agreement]:
+        """Return the recordings of the last texts that have enough candidates for all plans."""
+        return [text for text in self.known.texts.all() if text.candidates >= self.branches]
+
+    def other(self, plan: SpecBranchConfig) -> SpecBranchConfig:
+        """Return the plan without a draft; for that plan itself, the one with the narrowest passes over a draft."""
+        if plan.policy != "autoregressive":
+            return next((each for each in self.plans if each.policy == "autoregressive"), plan)
+        vanilla = [each for each in self.plans if each.policy == "vanilla"]
+        return min(vanilla, key=lambda each: (pass_width(each), each.confidence_threshold), default=plan)
+
+    def first_choice(self) -> Choice:
+        """Return the choice of the last generation at present costs, or the best one by what is known."""
+        last, texts, costs = self.known.choices.get(self.key), self.texts() or [self.typical], self.costs()
+        if last is None or (not self.is_captured(last.plan) and any(map(self.is_captured, self.plans))):
+            return self.best_choice(texts, costs, None)
+        return choose([last.plan], texts, costs, self.captured, ratios=dict(self.known.ratios))
+
+    def best_choice(
+        self, texts: list[Agreement], costs: StepCosts, plan: SpecBranchConfig | None, ending: bool = False
+    ) -> Choice:
+        """Return the best choice; a plan must save the time that it takes to capture its stages and to read the text.
+
+        What it would have saved in earlier texts is added to what it will save: a plan that is better for one short
+        text after the other is captured in the end. What reading costs at the start of a text, `draft_start` considers.
+        """
+        known, ratios = self.known, dict(self.known.ratios)  # another thread may add to them
+        self.seconds = 0.0
+        waits = self.captured and (plan is not None or any(map(self.is_captured, self.plans)))
+        joins = plan is not None and not ending and not self.drafts
+        reading = self.factors.reading_seconds if joins else 0.0
+
+        def delay(other: SpecBranchConfig) -> float:
+            seconds = reading if other.policy != "autoregressive" else 0.0
+            if not waits or other == plan or self.is_captured(other):
+                return seconds
+            return seconds + max(0.0, CAPTURE_SECONDS - known.missed.get(other, 0.0))
+
+        remaining = self.remaining()
+        if ending:
+            remaining = expected_tokens(known.lengths, 0, self.tokens + remaining)
+        elif plan is not None:
+            remaining = expected_tokens(known.lengths, self.tokens, remaining)
+        chosen = choose(self.plans, texts, costs, self.captured, plan, ratios, delay=delay, remaining=remaining)
+        known.rivals.pop(self.key, None)
+        if waits and plan is not None:
+            best = choose(self.plans, texts, costs, self.captured, chosen.plan, ratios)
+            if not self.is_captured(best.plan) and best.plan != chosen.plan:
+                known.rivals[self.key] = best.plan, 1 - chosen.tokens_per_second / best.tokens_per_second
+        return chosen
+
+    def draft_start(self, choice: Choice, most: float) -> float:
+        """Return after how many tokens of a text of at most `most` tokens the draft of a choice should begin.
+
+        0 if plain decoding would have to be captured for that; infinite if the draft should not begin.
+        """
+        plain = self.other(choice.plan)
+        if choice.plan.policy == "autoregressive" or plain == choice.plan:
+            return 0
+        costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
+        both = (choose([each], texts, costs, self.captured, ratios=ratios) for each in (plain, choice.plan))
+        without, drafted = (1 / each.tokens_per_second for each in both)
+        start = best_start(self.known.lengths, most, without - drafted, self.factors.reading_seconds)
+        return start if self.is_captured(plain) else 0
+
+    def worth_reading(self, choice: Choice) -> Choice:
+        """Return the choice, or plain decoding if texts are too short for a draft."""
+        if self.draft_start(choice, inf) < inf:
+            return choice
+        texts = self.texts() or [self.typical]
+        return choose([self.other(choice.plan)], texts, self.costs(), self.captured, ratios=dict(self.known.ratios))
