@@ -11,6 +11,7 @@ from hf_specbranch.decoding import assembly as assembly_module
 from hf_specbranch.decoding import target as target_module
 from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.target import Target
+from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import prefill
 from hf_specbranch.runtime.cuda_graph import MOST_QUERIES
 from hf_specbranch.runtime.eager import EagerRunner, round_up
@@ -327,3 +328,12 @@ def test_prefill_is_one_replay(policy, pair, monkeypatch):
             assert torch.equal(got, target.generate(**kwargs)) and not model.specbranch_stats.slowed_by
         graphs = 2 if kernels else 1  # see `layers.base.split_graph`
         assert counts == [graphs] * 5
+
+
+def test_planner_records_with_the_prompt(static_stages):
+    """A copy of the target agrees with every token; without the prompt of 300 tokens it would not."""
+    target = llama(seed=0, max_position_embeddings=1024)
+    model, draft = attached(target), copy.deepcopy(target)
+    model.generate(**run(tokens(300), max_new_tokens=80, eos_token_id=None), assistant_model=draft)
+    (known,) = state_of(model).pairs[draft].values()
+    assert known.texts.all() and all(text.rate == 1.0 for text in known.texts.all())

@@ -42,8 +42,9 @@ from .text import Text
 from .verifier import Verifier
 
 CHEAP = 50  # a draft is cheap that has so many times fewer parameters than its target
-# Tokens of a text that the planner looks at; tokens that the draft reads for that; too few tokens to look at.
-WINDOW, CONTEXT, FEWEST = 128, 256, 16
+# Tokens of a text that the planner looks at; too few of them; tokens that the draft reads for that, by whether stages are
+# captured. A draft that has not read the prompt agrees less: most answers refer to it.
+WINDOW, FEWEST, CONTEXT = 128, 16, {True: 1024, False: 256}
 
 
 class Assembly(Sources):
@@ -143,7 +144,7 @@ class Assembly(Sources):
             return []
         draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
         assert draft is not None
-        context = CONTEXT if draft.position_limit is None else min(CONTEXT, draft.position_limit)
+        context = min(CONTEXT[self.static_shapes], draft.position_limit or length)
         ids = text.ids[row : row + 1, max(padding, length - context) : length]
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0

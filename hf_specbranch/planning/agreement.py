@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -136,8 +137,11 @@ def read_agreement(
         text = text[:, -limit:]
     # The draft's vocabulary may be smaller than the target's.
     own = text.to(draft.device).clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)
-    logits = draft(input_ids=own, use_cache=False).logits  # [1, L, V]
-    return agreement_from_logits(logits, text, prompt_length, candidates, temperature, tokens)
+    new = text.shape[1] - prompt_length
+    keeps = "logits_to_keep" in signature(draft.forward).parameters  # logits of a long prompt would take much memory
+    last = {"logits_to_keep": new + 1} if keeps else {}
+    logits = draft(input_ids=own, use_cache=False, **last).logits[:, -new - 1 :]  # [1, N + 1, V]
+    return agreement_from_logits(logits, text[:, -new - 1 :], 1, candidates, temperature, tokens)
 
 
 def agreement_from_logits(
