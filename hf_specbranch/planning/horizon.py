@@ -27,8 +27,10 @@ def expected_tokens(lengths: Sequence[float], done: float, most: float) -> float
     return min(most, sum(longer) / len(longer))
 
 
-def best_start(lengths: Sequence[float], most: float, saved: float, reading: float) -> float:
-    """Return after how many tokens of a text a draft should begin; infinite if it does not pay.
+def best_start(lengths: Sequence[float], most: float, saved: float, reading: float) -> tuple[float, float]:
+    """Return after how many tokens of a text a draft should begin, and the seconds per text that this saves.
+
+    The start is infinite if a draft does not pay. What is saved is compared with a draft that begins at once.
 
     Short texts end before a draft that begins late has cost anything. A long text saves a little less then.
 
@@ -39,11 +41,11 @@ def best_start(lengths: Sequence[float], most: float, saved: float, reading: flo
         reading: seconds that the draft needs to read the text.
 
     Example:
-        >>> best_start([10, 10, 100, 120], most=128, saved=0.0002, reading=0.01)
+        >>> best_start([10, 10, 100, 120], most=128, saved=0.0002, reading=0.01)[0]
         16
         >>> best_start([100, 120, 100, 120], most=128, saved=0.0002, reading=0.01)
-        0
-        >>> best_start([10, 12, 14, 20], most=128, saved=0.0002, reading=0.01)
+        (0, 0.0)
+        >>> best_start([10, 12, 14, 20], most=128, saved=0.0002, reading=0.01)[0]
         inf
     """
     texts = [min(length, most) for length in lengths] if len(lengths) >= FEWEST_TEXTS else [most]
@@ -51,4 +53,5 @@ def best_start(lengths: Sequence[float], most: float, saved: float, reading: flo
     def gain(start: float) -> float:
         return sum((length - start) * saved - reading for length in texts if length > start)
 
-    return max((0, inf, *STARTS), key=gain)
+    start = max((0, inf, *STARTS), key=gain)
+    return start, (gain(start) - gain(0)) / len(texts) if start else 0.0

@@ -113,10 +113,15 @@ class TextChoices:
                 known.rivals[self.key] = best.plan, 1 - chosen.tokens_per_second / best.tokens_per_second
         return chosen
 
-    def draft_start(self, choice: Choice, most: float) -> float:
+    def draft_start(self, choice: Choice, most: float, ending: bool = False) -> float:
         """Return after how many tokens of a text of at most `most` tokens the draft of a choice should begin.
 
-        0 if plain decoding would have to be captured for that; infinite if the draft should not begin.
+        Infinite if it should not begin; 0 as long as plain decoding is not worth the capture of its stages.
+
+        Args:
+            choice: of a plan.
+            most: the most tokens of the text.
+            ending: a text has ended; count what a later start would have saved.
         """
         plain = self.other(choice.plan)
         if choice.plan.policy == "autoregressive" or plain == choice.plan:
@@ -124,12 +129,15 @@ class TextChoices:
         costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
         both = (choose([each], texts, costs, self.captured, ratios=ratios) for each in (plain, choice.plan))
         without, drafted = (1 / each.tokens_per_second for each in both)
-        start = best_start(self.known.lengths, most, without - drafted, self.factors.reading_seconds)
-        return start if self.is_captured(plain) else 0
+        start, saved = best_start(self.known.lengths, most, without - drafted, self.factors.reading_seconds)
+        missed = self.known.missed.get(plain, 0.0)
+        if ending:
+            self.known.missed[plain] = missed = missed + saved
+        return start if self.is_captured(plain) or missed >= CAPTURE_SECONDS else 0
 
     def worth_reading(self, choice: Choice) -> Choice:
         """Return the choice, or plain decoding if texts are too short for a draft."""
-        if self.draft_start(choice, inf) < inf:
+        if self.draft_start(choice, inf, ending=True) < inf:
             return choice
         texts = self.texts() or [self.typical]
         return choose([self.other(choice.plan)], texts, self.costs(), self.captured, ratios=dict(self.known.ratios))
