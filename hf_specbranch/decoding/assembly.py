@@ -42,8 +42,8 @@ from .text import Text
 from .verifier import Verifier
 
 CHEAP = 50  # a draft is cheap that has so many times fewer parameters than its target
-# Tokens of a text that the planner looks at; too few of them; tokens that the draft reads for that, by whether stages are
-# captured. A draft that has not read the prompt agrees less: most answers refer to it.
+# Tokens of a text that the planner looks at; too few of them; tokens that the draft reads for that, by whether stages
+# are captured. A draft that has not read the prompt agrees less: most answers refer to it.
 WINDOW, FEWEST, CONTEXT = 128, 16, {True: 1024, False: 256}
 
 

@@ -42,7 +42,7 @@ READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
 # this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
 MOST_PLANNING = 0.03
-UNCERTAIN = 1.3  # times plain decoding: a smaller gain is compared with it once, also in captured stages
+UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
 
 class PlanSegment(NamedTuple):
