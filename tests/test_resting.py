@@ -86,3 +86,31 @@ def test_trying_takes_a_bounded_fraction_of_the_time():
         known.end_rest(settings, 1, tokens=11, seconds=0.015)
     assert 4 < trials < MOST_TRYING * 2_000 * 0.015 / 0.025 + 1
     assert known.resting_choice(settings, 2, 0) is None  # nothing is known about two rows
+
+
+def test_resting_calls_replay_what_the_planner_has_captured(graph_runners, target):
+    model, draft, captured = attached(target), llama(seed=7), []
+    for seed in range(LEARNING + 3):
+        out = model.generate(**run(seed), assistant_model=draft)
+        assert torch.equal(out, target.generate(**run(seed)))
+        captured.append(model.specbranch_stats.graphs_captured)
+        (known,) = state_of(model).pairs[draft].values()
+        known.evaluation_seconds = 1e9
+    assert captured[0] > 0 == sum(captured[LEARNING:])
+    assert model.specbranch_stats.runtime == "graph" and len(model.specbranch_stats.plans) == 1
+
+
+@pytest.mark.gpu
+def test_resting_calls_are_as_fast_as_plain_decoding():
+    target, draft = llama(seed=0, layers=12), llama(seed=7, layers=12)
+    model, small = attached(target).cuda(), draft.cuda()
+    inputs = {name: value.cuda() for name, value in prompt().items()}
+    seconds = {"auto": [], "autoregressive": []}
+    for _ in range(24):
+        for policy, taken in seconds.items():
+            settings = SpecBranchConfig(policy, prompt_lookup_num_tokens=15)
+            generated = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+            model.generate(**inputs, **generated, assistant_model=small, specbranch=settings)
+            taken.append(model.specbranch_stats.total_seconds)
+    auto, plain = (sorted(taken[8:])[8] for taken in seconds.values())
+    assert auto < 1.05 * plain, seconds
