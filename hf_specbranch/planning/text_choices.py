@@ -90,7 +90,8 @@ class TextChoices:
         """
         known, ratios = self.known, dict(self.known.ratios)  # another thread may add to them
         self.seconds = 0.0
-        waits = self.captured and (plan is not None or any(map(self.is_captured, self.plans)))
+        ready = [self.is_captured(each) for each in self.plans]
+        waits = self.captured and not all(ready) and (plan is not None or any(ready))
         joins = plan is not None and not ending and not self.drafts
         reading = self.factors.reading_seconds if joins else 0.0
 
