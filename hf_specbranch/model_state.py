@@ -194,15 +194,16 @@ def every_tensor(model: nn.Module) -> list[Tensor]:
         [(2, 3), (2,)]
     """
     held = {id(tensor): tensor for tensor in (*every_parameter(model), *every_buffer(model))}
-    return [part for tensor in held.values() for part in _parts(tensor)]
+    return [part for tensor in held.values() for part in plain_parts(tensor)]
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold a parameter or buffer."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor]
     if hasattr(tensor, "__tensor_flatten__"):  # torchao, and DTensor, which holds its device mesh too
         held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return [part for each in held if isinstance(each, Tensor) for part in _parts(each)]
+        return [part for each in held if isinstance(each, Tensor) for part in plain_parts(each)]
     state = getattr(tensor, "quant_state", None)  # bitsandbytes
     if state is None:
         return [tensor]
@@ -311,7 +312,7 @@ def tensors_in_use(model: nn.Module) -> list[Tensor]:
     parameters = (tensor for module in modules for tensor in module._parameters.values())
     buffers = (tensor for module in modules for tensor in module._buffers.values())
     held = {id(tensor): tensor for tensor in (*parameters, *buffers) if tensor is not None}
-    return [part for tensor in held.values() for part in _parts(tensor)]
+    return [part for tensor in held.values() for part in plain_parts(tensor)]
 
 
 def unmerge_disabled(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from hf_specbranch.layers.quantised_formats import recognise_format
 from hf_specbranch.machine import sample_of
 from hf_specbranch.model_state import every_tensor, weight_bytes
 from hf_specbranch.planning.sizes import size_of
-from hf_specbranch.runtime.cuda_graph import fingerprint
+from hf_specbranch.runtime.fingerprint import fingerprint
 from hf_specbranch.runtime.selection import why_not_captured
 
 from .graphs import Comparison, tokens

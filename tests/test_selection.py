@@ -11,7 +11,8 @@ import torch
 
 from hf_specbranch import specbranch
 from hf_specbranch.runtime import capture_trial, cuda_graph, idle_runners, selection
-from hf_specbranch.runtime.cuda_graph import fingerprint, round_up
+from hf_specbranch.runtime.cuda_graph import round_up
+from hf_specbranch.runtime.fingerprint import fingerprint
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import _has_foreign_hooks, why_not_captured
@@ -73,6 +74,10 @@ def test_fingerprint_covers_what_a_graph_bakes_in(target):
     model.train()
     assert fingerprint(model) != before
     model.eval()
+    assert fingerprint(model) == before
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()  # holds no weights
+    assert fingerprint(model) != before
+    before = fingerprint(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     assert fingerprint(model) != before
 

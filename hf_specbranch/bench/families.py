@@ -24,7 +24,7 @@ from ..config import SpecBranchConfig
 from ..layers import fused
 from ..model_state import adapter_state, every_module, state_of
 from ..progress import Progress
-from ..runtime.cuda_graph import fingerprint
+from ..runtime.fingerprint import fingerprint
 from ..runtime.selection import release
 from ..stats import SpecBranchStats
 from .limit import copy_bandwidth, token_cost

@@ -25,6 +25,7 @@ from ..model_state import (
 )
 from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
+from .fingerprint import fingerprint
 from .mask_probe import mask_maker_for
 from .positions import LengthDependentRotary
 from .recurrent_cache import is_recurrent
@@ -120,7 +121,7 @@ def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[
     if runtime == "eager":
         return []
     checks = state_of(model).kernel_checks
-    fused = _uses_kernels(model, kernels) and checks.get(cuda_graph.fingerprint(model), "none") != "none"
+    fused = _uses_kernels(model, kernels) and checks.get(fingerprint(model), "none") != "none"
     return idle_runners.waiting(model, "fused" if fused else "plain", hash(adapter_state(model)))
 
 
