@@ -12,8 +12,8 @@ import torch
 from hf_specbranch import specbranch
 from hf_specbranch.runtime import capture_trial, cuda_graph, idle_runners, selection
 from hf_specbranch.runtime.cuda_graph import round_up
-from hf_specbranch.runtime.fingerprint import fingerprint
 from hf_specbranch.runtime.eager import EagerRunner
+from hf_specbranch.runtime.fingerprint import fingerprint
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import _has_foreign_hooks, why_not_captured
 

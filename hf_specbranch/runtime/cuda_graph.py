@@ -220,12 +220,12 @@ class GraphRunner(EagerRunner):
         return Captured(graphs, *buffers, steps[0])
 
 
-def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
+def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int, now: int | None = None) -> Layers:
     """Return "fused" if a whole pass through our kernels agrees with the model's own pass, else "plain".
 
-    The result is kept with the model for its fingerprint.
+    The result is kept with the model for its fingerprint, which is `now` if it is known.
     """
-    now, checks = fingerprint(model), state_of(model).kernel_checks
+    now, checks = fingerprint(model) if now is None else now, state_of(model).kernel_checks
     if now not in checks:  # otherwise the weights are where they were after they were joined
         fuse(model)
         now = fingerprint(model)
@@ -243,11 +243,21 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int) -> Layers:
     return "plain" if checks[now] == "none" else "fused"
 
 
-def take(model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain") -> GraphRunner:
-    """Return a runner for a model, its active adapters and a batch size, an earlier one if it still fits the model."""
+def take(
+    model: PreTrainedModel, masks: MaskMaker, rows: int, layers: Layers = "plain", now: int | None = None
+) -> GraphRunner:
+    """Return a runner for a model, its active adapters and a batch size, an earlier one if it still fits the model.
+
+    Args:
+        model: the model.
+        masks: makes its masks.
+        rows: the batch size.
+        layers: how the layers run.
+        now: the fingerprint of the model, if it is known.
+    """
     purpose = rows, layers, hash(adapter_state(model))
     idle = cast("GraphRunner | None", idle_runners.pop(model, purpose))
-    if idle is None or idle.fingerprint != fingerprint(model):
+    if idle is None or idle.fingerprint != (fingerprint(model) if now is None else now):
         if layers == "fused":
             fuse(model)
         check = state_of(model).kernel_checks.get(now := fingerprint(model))

@@ -9,24 +9,21 @@ from transformers import PreTrainedModel
 from ..kernels.attention_interface import original_attention
 from ..model_state import adapter_state, modules_in_use, plain_parts
 
-PLAIN = (nn.Parameter, torch.Tensor)
+PLAIN = {nn.Parameter, torch.Tensor}
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Return a number that changes with all that a CUDA graph has baked in: modules, addresses, dtypes, adapters, modes.
+    """Return a number that changes with what a CUDA graph has baked in: modules, addresses, dtypes, adapters, modes.
 
-    Every call computes it, so it walks over the model once.
+    Every call computes it, so it must be quick.
     """
-    modules, addresses, dtypes = [], [], []
-    for module in modules_in_use(model):
-        modules.append((id(module), type(module), module.training))
-        for held in (module._parameters, module._buffers):
-            for tensor in held.values():
-                if tensor is None:
-                    continue
-                for part in (tensor,) if type(tensor) in PLAIN else plain_parts(tensor):
-                    addresses.append(part.data_ptr())
-                    dtypes.append(part.dtype)
+    modules = modules_in_use(model)
+    held = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+    weights = [tensor for tensors in held for tensor in tensors.values() if tensor is not None]
+    if not PLAIN.issuperset(map(type, weights)):
+        weights = [part for tensor in weights for part in plain_parts(tensor)]
+    structure = tuple(map(id, modules)), tuple(map(type, modules)), tuple([module.training for module in modules])
+    memory = tuple([tensor.data_ptr() for tensor in weights]), tuple([tensor.dtype for tensor in weights])
     modes = (
         original_attention(model.config.get_text_config(decoder=True)),
         torch.is_autocast_enabled("cuda"),
@@ -34,4 +31,4 @@ def fingerprint(model: PreTrainedModel) -> int:
         torch.get_float32_matmul_precision(),
         torch.is_inference_mode_enabled(),  # its tensors cannot be written outside inference mode
     )
-    return hash((tuple(modules), tuple(addresses), tuple(dtypes), modes, adapter_state(model)))
+    return hash((structure, memory, modes, adapter_state(model)))

@@ -51,7 +51,7 @@ class LengthDependentRotary:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.modules = [module for module in every_module(model) if _depends_on_length(module)]
+        self.modules = [module for module in every_module(model) if depends_on_length(module)]
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -112,8 +112,11 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         module.__dict__.update(attributes)
 
 
-def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module computes rotary frequencies that depend on the length of the text."""
+    if "rope_type" not in module.__dict__ and not hasattr(type(module), "rope_type"):  # quick: most modules
+        return False
+    kinds = module.rope_type
     return any(str(kind) in LENGTH_DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 

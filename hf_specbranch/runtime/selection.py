@@ -27,7 +27,7 @@ from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
 from .fingerprint import fingerprint
 from .mask_probe import mask_maker_for
-from .positions import LengthDependentRotary
+from .positions import depends_on_length
 from .recurrent_cache import is_recurrent
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,9 @@ def runner_for(
             if eager.skips_autograd:
                 _take_out_of_inference_mode(model)
         return
-    layers = cuda_graph.layers_for(model, masks, rows) if use_kernels else "plain"
-    runner = cuda_graph.take(model, masks, rows, layers)
+    now = fingerprint(model)
+    layers = cuda_graph.layers_for(model, masks, rows, now) if use_kernels else "plain"
+    runner = cuda_graph.take(model, masks, rows, layers, now)
     spare = SPARE_SLOTS if role == "draft" else 0
     runner.reserve(rows, min(slots + BRANCH_SLOTS + spare, MOST_RESERVED))
     yield runner
@@ -153,14 +154,16 @@ def _warn_once(model: PreTrainedModel, role: str, reason: str) -> None:
 
 def why_not_captured(model: PreTrainedModel) -> str:
     """Return why this model must run eagerly; empty if it can be captured."""
-    devices = {parameter.device for parameter in every_parameter(model)}
+    modules = every_module(model)
+    weights = (weight for module in modules if module._parameters for weight in module._parameters.values())
+    devices = {weight.device for weight in weights if weight is not None}
     if any(device.type != "cuda" for device in devices):
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
-    if LengthDependentRotary(model):
+    if any(map(depends_on_length, modules)):
         return "its rotary embedding depends on the length of the text"
-    if any(_has_foreign_hooks(module) for module in every_module(model)):
+    if any(map(_has_foreign_hooks, modules)):
         return "it has forward hooks, which a replay would not call"
     return ""
 
@@ -171,8 +174,10 @@ def _has_foreign_hooks(module: torch.nn.Module) -> bool:
     transformers collects hidden states with hooks, which stay once a model has returned some. They do not count,
     since a capture records what they collect. Nor do the forwards of tensor parallel layers, which communicate.
     """
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     forward = module.__dict__.get("forward")
+    if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
+        return False
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     replaced = forward is not None and not isinstance(forward, ThreadForward) and not _is_harmless(forward)
     return replaced or any(not _is_harmless(hook) for hook in hooks)
 
