@@ -69,7 +69,8 @@ class Shortlist:
         given = dict.fromkeys(token for row in tokens.tolist() for token in reversed(row))
         new = [token for token in given if token < self.vocabulary and token not in self.fixed]
         new = new[: len(self.others)]
-        room = [*new, *(token for token in self.others if token not in set(new))][: len(self.others)]
+        taken = set(new)
+        room = [*new, *(token for token in self.others if token not in taken)][: len(self.others)]
         if room == self.room:
             return
         first, self.room = len(self.fixed), room
