@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
         >>> {plan.max_draft_length for plan in plans_within(SpecBranchConfig(max_draft_length=3), captured=True)}
         {3}
     """
+    return list(_plans_within(config, captured))
+
+
+@lru_cache(maxsize=8)  # every call asks, usually with the settings of the last one
+def _plans_within(config: SpecBranchConfig, captured: bool) -> tuple[SpecBranchConfig, ...]:
     lengths = LENGTHS[captured] if config.max_draft_length == "auto" else (config.draft_length,)
     given = config.confidence_threshold
     thresholds = THRESHOLDS[captured] if isinstance(given, str) else (given,)
@@ -59,7 +65,7 @@ def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchCon
                 branches = _given_or(config.max_rejection_branches, count)
                 plans.append(replace(plan, policy="specbranch", max_rejection_branches=branches, tree_leaves=leaves))
     autoregressive = replace(plans[0], policy="autoregressive", tree_leaves=0)
-    return list(dict.fromkeys([autoregressive, *plans]))
+    return tuple(dict.fromkeys([autoregressive, *plans]))
 
 
 def _given_or(given: int | str, default: int) -> int:
