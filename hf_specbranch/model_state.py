@@ -157,8 +157,13 @@ def every_parameter(model: nn.Module) -> list[nn.Parameter]:
         >>> [tuple(parameter.shape) for parameter in every_parameter(nn.Linear(3, 2))]
         [(2, 3), (2,)]
     """
-    held = (module._parameters.values() for module in every_module(model) if module._parameters)
-    return [parameter for parameters in held for parameter in parameters if parameter is not None]
+    return held_parameters(every_module(model))
+
+
+def held_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that these modules hold themselves."""
+    held = [module._parameters for module in modules if module._parameters]
+    return [parameter for parameters in held for parameter in parameters.values() if parameter is not None]
 
 
 def is_offloaded(model: nn.Module) -> bool:

@@ -284,7 +284,7 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
     if ranks_of(target) is not None:
         if isinstance(draft, TargetHead):
             return "a head that drafts shares layers with the target, and those of a tensor parallel one are sharded"
-    elif any(type(weight).__name__ == "DTensor" for weight in every_parameter(target)):
+    elif any(kind.__name__ == "DTensor" for kind in set(map(type, every_parameter(target)))):
         return "its weights are sharded over processes, by FSDP or by something else than a tp_plan alone"
     if (mode := settings.mode) not in SUPPORTED_MODES:
         return f"SpecBranch speeds up greedy decoding and sampling, not {mode.value.replace('_', ' ')}"

@@ -61,7 +61,8 @@ def copy_of(draft: PreTrainedModel, form: DraftForm, user: object = None) -> Pre
     """
     state = state_of(draft)
     with state.kernel_lock:
-        now = draft.training, *((id(weight), _version(weight), weight.device) for weight in every_parameter(draft))
+        weights = every_parameter(draft)
+        now = draft.training, [*map(id, weights)], [*map(_version, weights)], [weight.device for weight in weights]
         copies: list[PreTrainedModel]
         made_from, copies = state.copies.get(form, (None, []))
         if made_from != now:

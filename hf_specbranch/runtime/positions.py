@@ -51,7 +51,7 @@ class LengthDependentRotary:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.modules = [module for module in every_module(model) if depends_on_length(module)]
+        self.modules = length_dependent(every_module(model))
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -112,11 +112,14 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         module.__dict__.update(attributes)
 
 
-def depends_on_length(module: nn.Module) -> bool:
-    """Return whether a module computes rotary frequencies that depend on the length of the text."""
-    if "rope_type" not in module.__dict__ and not hasattr(type(module), "rope_type"):  # quick: most modules
-        return False
-    kinds = module.rope_type
+def length_dependent(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that compute rotary frequencies which depend on the length of the text."""
+    kinds = {kind for kind in set(map(type, modules)) if hasattr(kind, "rope_type")}
+    rotary = [module for module in modules if "rope_type" in module.__dict__ or type(module) in kinds]
+    return [module for module in rotary if _depends_on_length(module.rope_type)]
+
+
+def _depends_on_length(kinds: Any) -> bool:
     return any(str(kind) in LENGTH_DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 

@@ -18,6 +18,7 @@ from ..model_state import (
     adapter_state,
     every_module,
     every_parameter,
+    held_parameters,
     is_compiled,
     is_offloaded,
     state_of,
@@ -27,7 +28,7 @@ from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
 from .fingerprint import fingerprint
 from .mask_probe import mask_maker_for
-from .positions import depends_on_length
+from .positions import length_dependent
 from .recurrent_cache import is_recurrent
 
 logger = logging.getLogger(__name__)
@@ -155,15 +156,15 @@ def _warn_once(model: PreTrainedModel, role: str, reason: str) -> None:
 def why_not_captured(model: PreTrainedModel) -> str:
     """Return why this model must run eagerly; empty if it can be captured."""
     modules = every_module(model)
-    weights = (weight for module in modules if module._parameters for weight in module._parameters.values())
-    devices = {weight.device for weight in weights if weight is not None}
+    devices = {weight.device for weight in held_parameters(modules)}
     if any(device.type != "cuda" for device in devices):
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
-    if any(map(depends_on_length, modules)):
+    if length_dependent(modules):
         return "its rotary embedding depends on the length of the text"
-    if any(map(_has_foreign_hooks, modules)):
+    touched = [m for m in modules if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__]
+    if any(map(_has_foreign_hooks, touched)):
         return "it has forward hooks, which a replay would not call"
     return ""
 
@@ -174,10 +175,8 @@ def _has_foreign_hooks(module: torch.nn.Module) -> bool:
     transformers collects hidden states with hooks, which stay once a model has returned some. They do not count,
     since a capture records what they collect. Nor do the forwards of tensor parallel layers, which communicate.
     """
-    forward = module.__dict__.get("forward")
-    if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
-        return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    forward = module.__dict__.get("forward")
     replaced = forward is not None and not isinstance(forward, ThreadForward) and not _is_harmless(forward)
     return replaced or any(not _is_harmless(hook) for hook in hooks)
 
@@ -215,7 +214,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     if role == "draft" and getattr(model, "_tp_size", None) is not None:
         raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
     is_placed = role == "target" or not model.get_input_embeddings().weight.is_meta
-    if any(parameter.is_meta for parameter in every_parameter(model)) and not (is_placed and is_offloaded(model)):
+    if any([parameter.is_meta for parameter in every_parameter(model)]) and not (is_placed and is_offloaded(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
 
 
