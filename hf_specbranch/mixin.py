@@ -227,7 +227,7 @@ class SpecBranchMixin(GenerationMixin):
         try:
             if request.warm_up is None and (reason := call.why_prompt_is_refused()):
                 raise ValueError(reason) if request.asked else FallBack(reason)
-            if not bool(call.attention().all()):
+            if not call.is_unpadded:
                 check_padded_batches(model)
             output, self.specbranch_stats = self._decode(call, request)
         except FallBack as found:  # from here, since transformers has prepared everything

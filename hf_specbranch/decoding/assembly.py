@@ -71,7 +71,7 @@ class Assembly(Sources):
         self.call, self.recorder, self.stats = call, recorder, stats
         self.runner, self.draft_runner, self.further = runner, draft_runner, further
         self.stopper, self.attention = call.stopper, call.attention()
-        if has_holes(self.attention):  # spans cannot say that
+        if not call.is_unpadded and has_holes(self.attention):  # spans cannot say that
             for each in (runner, draft_runner or runner):
                 each.takes_spans = False
         self.samples = bool(call.generation_config.do_sample)
@@ -121,8 +121,10 @@ class Assembly(Sources):
         """Return everything that the loop needs except a drafter."""
         call = self.call
         buffers = self.buffers_for(self.runner, call.input_ids.device, ())
-        pad = getattr(call.generation_config, "_pad_token_tensor", None)
-        pad_token = int(pad) if pad is not None else 0
+        pad = call.generation_config.pad_token_id
+        if not isinstance(pad, int):  # transformers takes the first token that ends a text
+            pad = getattr(call.generation_config, "_pad_token_tensor", None)
+        pad_token = 0 if pad is None else int(pad)
         text = Text(
             buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended,
             call.padding,
@@ -319,7 +321,7 @@ class Assembly(Sources):
         reuses = call.config.prefix_reuse and fresh
         return Target(
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
-            self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks,
+            self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks, call.is_unpadded,
         )  # fmt: skip
 
 

@@ -130,6 +130,7 @@ class Call:
     ended: tuple[bool, ...] = ()  # rows that were complete before
     padding: int = 0  # rows at the end that fill the batch up to a captured size; see `row_padding`
     ranks: Any = None  # the processes of a tensor parallel model (`runtime.ranks.Ranks`), while all of them take part
+    known_unpadded: bool | None = None  # see `is_unpadded`; None: not known yet
 
     @property
     def rows(self) -> int:
@@ -159,9 +160,28 @@ class Call:
         return Stopper(self.criteria, longest if self.pause is None else min(longest, self.pause))
 
     @property
+    def filled(self) -> int:
+        """Tokens that the target will have read, cached ones included."""
+        mask: Tensor | None = self.model_kwargs.get("attention_mask")
+        length = None if mask is not None else getattr(self.generation_config, "_mask_length", None)
+        if length is not None:
+            return int(length)
+        embedded = self.model_kwargs.get("inputs_embeds")
+        like = mask if mask is not None else self.input_ids if embedded is None else embedded
+        return int(like.shape[1])
+
+    @property
     def slots(self) -> int:
         """The longest a row may get in the target's cache."""
-        return self.attention().shape[1] + self.stopper.max_length - self.input_ids.shape[1]
+        return self.filled + self.stopper.max_length - self.input_ids.shape[1]
+
+    @property
+    def is_unpadded(self) -> bool:
+        """Whether the attention mask hides nothing. The device is asked once, and only if there is a mask."""
+        if self.known_unpadded is None:
+            mask: Tensor | None = self.model_kwargs.get("attention_mask")
+            self.known_unpadded = mask is None or bool(mask.all())
+        return self.known_unpadded
 
     @property
     def past(self) -> Cache | None:
@@ -240,8 +260,10 @@ class Call:
             return f"the prompt is empty (input_ids of shape {shape}): give at least one token per row"
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         mask = self.model_kwargs.get("attention_mask")
+        if limit is None or not 0 < limit < (length if mask is None else mask.shape[1]):
+            return ""  # the device is not asked
         real = int(mask.sum(1).max()) if mask is not None else length
-        if limit is not None and 0 < limit < real and not LengthDependentRotary(self.model):
+        if limit < real and not LengthDependentRotary(self.model):
             return (
                 f"the prompt has {real} tokens and {type(self.model).__name__} a context of {limit}: shorten the prompt"
             )
@@ -252,11 +274,7 @@ class Call:
         mask: Tensor | None = self.model_kwargs.get("attention_mask")
         if mask is not None:
             return mask.bool()
-        length = getattr(self.generation_config, "_mask_length", None)
-        if length is None:
-            embedded = self.model_kwargs.get("inputs_embeds")
-            length = self.input_ids.shape[1] if embedded is None else embedded.shape[1]
-        return torch.ones((self.rows, length), dtype=torch.bool, device=self.input_ids.device)
+        return torch.ones((self.rows, self.filled), dtype=torch.bool, device=self.input_ids.device)
 
     def first_position(self, attention: Tensor, next_position: Tensor | None) -> Tensor:
         """[B] the position of slot 0, such that slot `s` after the prompt has position `s + first`.
@@ -295,4 +313,4 @@ class Call:
             usual = torch.arange(length - count, length, dtype=positions.dtype, device=positions.device) - padding
             if not bool(((positions == usual) | ~attention[:, length - count :]).all()):
                 return False
-        return by_spans or bool(attention.all())
+        return by_spans or self.is_unpadded

@@ -105,8 +105,7 @@ def _continued(call: Call, text: Text) -> Call:
 @contextmanager
 def assembled(call: Call, stats: SpecBranchStats) -> Iterator[Assembly]:
     """Provide the runners of a call and what is made of them; count what is captured meanwhile."""
-    filled = call.attention().shape[1]
-    recorder = Recorder(call.generation_config, call.rows, filled) if call.records else None
+    recorder = Recorder(call.generation_config, call.rows, call.filled) if call.records else None
     with ExitStack() as runners:
         config = call.config
         settings = call.rows, call.slots, config.runtime, config.kernels, config.memory_budget

@@ -47,6 +47,7 @@ class Target:
         in_triton: make the inputs of a pass in one kernel.
         reuses_prefix: a prompt that begins like the last text is not read again from the start.
         ranks: the processes of a tensor parallel model, which run the same passes; see `parallel_ranks`.
+        unpadded: nothing is hidden by `attention`; None: the device is asked.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Target:
         in_triton: bool = False,
         reuses_prefix: bool = False,
         ranks: Any = None,
+        unpadded: bool | None = None,
     ) -> None:
         self.reuses_prefix, self.ranks = reuses_prefix, ranks
+        self.unpadded = bool(attention.all()) if unpadded is None else unpadded
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
         self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
@@ -92,7 +95,7 @@ class Target:
         self.first.copy_(leading_padding(attention))
         # A pass over the last token of rows of one length needs no mask.
         optional = runner.masks.optional and ranks is None
-        self.nothing_hidden = not buffers.static_shapes and optional and bool(attention.all())
+        self.nothing_hidden = not buffers.static_shapes and optional and self.unpadded
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
         self.states: TargetStates | None = None  # keeps the hidden states of the prompt, if a head drafts
 
@@ -104,7 +107,7 @@ class Target:
         # However the prompt is read, what was in the cache is overwritten from now on.
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
         prompt = self.text.ids[:, : self.text.prompt_length]
-        padded = bool(self.first.any())
+        padded = not self.unpadded and bool(self.first.any())
         if self.tokens_alone and can_prefill(self.runner, prompt, padded):
             positions = self._positions(self.slots[None])  # [B, capacity]
             given = max((layer.appended for _, layer in self.runner.cache.slot_layers()), default=0)
