@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -298,17 +299,20 @@ class Stopper:
 
     def __init__(self, criteria: Sequence[Any], max_length: int) -> None:
         self.max_length = max_length
-        self.eos: set[int] = set()
+        self.ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is sc.EosTokenCriteria]
         self.called: list[Any] = []
         for criterion in criteria:
-            if type(criterion) is sc.EosTokenCriteria:
-                self.eos.update(criterion.eos_token_id.flatten().tolist())
-            elif type(criterion) is sc.MaxLengthCriteria:
+            if type(criterion) is sc.MaxLengthCriteria:
                 self.max_length = min(self.max_length, criterion.max_length)
-            else:
+            elif type(criterion) is not sc.EosTokenCriteria:
                 self.called.append(criterion)
         # Plain `generate()` pads finished rows only if there is an end-of-sequence token.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+
+    @cached_property
+    def eos(self) -> set[int]:
+        """The end-of-sequence tokens. They may be on the device, so they are read when needed."""
+        return {token for tokens in self.ends for token in tokens.flatten().tolist()}
 
     @property
     def needs_rows_in_step(self) -> bool:
