@@ -1,0 +1,88 @@
+"""What the host does in a call whose stages are captured: little, and no more for a deeper model."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_specbranch import specbranch
+from hf_specbranch.runtime import cuda_graph
+from hf_specbranch.runtime.cuda_graph import GraphRunner
+
+from .graphs import EagerGraphs, run_graphs_on_cpu, tokens
+from .models import config, llama, noisy_copy
+
+
+class NoReplay(EagerGraphs):
+    """A replay does nothing, so that only the host's own work is counted."""
+
+    def record(self, stage, generators=()):
+        stage()
+        return [SimpleNamespace(replay=lambda: None)]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch, and those that wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.waits = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        self.waits += operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    forward = GraphRunner.forward
+    run_graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr(cuda_graph, "GraphMemory", NoReplay)
+    monkeypatch.setattr(GraphRunner, "forward", forward)
+
+
+def warm_call(policy, layers):
+    """A call for two tokens, after two others."""
+    target = llama(seed=0, layers=layers)
+    own = {"assistant_model": noisy_copy(target, 0.2, 1)} if policy != "autoregressive" else {}
+    model, settings = specbranch(target), config(policy, kernels=True, runtime="graph")
+    ids = tokens(9)
+
+    def call():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, specbranch=settings, **own)
+
+    call(), call()
+    return call
+
+
+def python_calls(call):
+    """How many Python functions a call enters."""
+    count = 0
+
+    def enter(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("policy", "models"), [("autoregressive", 1), ("vanilla", 2)])
+def test_work_of_the_host_hardly_grows_with_the_layers(captured, policy, models):
+    shallow, deep = (python_calls(warm_call(policy, layers)) for layers in (2, 10))
+    assert deep - shallow < 8 * models * 60  # to examine the modules of a layer takes several hundred
+
+
+@pytest.mark.parametrize(("policy", "operations"), [("autoregressive", 140), ("vanilla", 250)])
+def test_few_operations_and_waits(captured, policy, operations):
+    call, seen = warm_call(policy, layers=4), Operations()
+    with seen:
+        call()
+    assert seen.count < operations and seen.waits <= 6, (seen.count, seen.waits)
