@@ -121,13 +121,9 @@ class Assembly(Sources):
         """Return everything that the loop needs except a drafter."""
         call = self.call
         buffers = self.buffers_for(self.runner, call.input_ids.device, ())
-        pad = call.generation_config.pad_token_id
-        if not isinstance(pad, int):  # transformers takes the first token that ends a text
-            pad = getattr(call.generation_config, "_pad_token_tensor", None)
-        pad_token = 0 if pad is None else int(pad)
         text = Text(
-            buffers, call.input_ids, self.capacity, self.stopper, pad_token, self.in_step, call.streamer, call.ended,
-            call.padding,
+            buffers, call.input_ids, self.capacity, self.stopper, call.pad_token, self.in_step, call.streamer,
+            call.ended, call.padding,
         )  # fmt: skip
         generator = buffers.generator("verify", next(self.seeds)) if self.samples else None
         verifier = Verifier(

@@ -133,6 +133,14 @@ class Call:
     known_unpadded: bool | None = None  # see `is_unpadded`; None: not known yet
 
     @property
+    def pad_token(self) -> int:
+        """What fills rows that have ended; 0 if there is no such token."""
+        pad = self.generation_config.pad_token_id
+        if not isinstance(pad, int):  # transformers takes the first token that ends a text
+            pad = getattr(self.generation_config, "_pad_token_tensor", None)
+        return 0 if pad is None else int(pad)
+
+    @property
     def rows(self) -> int:
         """Rows of every pass, padding rows included."""
         return self.input_ids.shape[0]
