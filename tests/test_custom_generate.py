@@ -42,7 +42,7 @@ def remote(pair, **kwargs):
 
 
 def test_the_text_is_that_of_plain_generate(pair):
-    out = remote(pair, assistant_model=pair[1], return_dict_in_generate=True)
+    out = remote(pair, assistant_model=pair[1], return_dict_in_generate=True, specbranch={"policy": "vanilla"})
     assert torch.equal(out.sequences, ask(pair))
     assert out.stats.num_accepted_tokens > 0 and out.stats.new_tokens == 12
 
