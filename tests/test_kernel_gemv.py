@@ -9,6 +9,7 @@ from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, fits, gemv, kernel_takes
 from hf_specbranch.kernels.linear import PLANS
 from hf_specbranch.kernels.quantised import quantised_reference
+from hf_specbranch.layers.quantised import Operands, candidate_plans
 
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
 from .quantised import KINDS, groups_of, random_packed
@@ -55,6 +56,18 @@ def test_gemv_refuses_what_it_cannot_compute(plan):
     assert not fits(randn(5, 256), packed, None, plan)
     assert not fits(randn(1, 256), packed, None, PLANS[0])
     assert not fits(randn(1, 256), packed._replace(data=packed.data.T.contiguous().T), None, plan)
+
+
+@on_kernels
+@given(plans)
+def test_quantised_products_of_few_rows_may_be_gemv(plan):
+    packed, _ = random_packed("int8", 16, 256, 128, torch.float32, DEVICE)
+    joined, separate = Operands([packed], [None]), Operands([packed, packed], [None, None])
+    assert set(GEMV_PLANS) <= set(candidate_plans(randn(1, 256), [joined], "whole"))
+    for x, operands in ((randn(MOST_ROWS + 1, 256), joined), (randn(1, 256), separate)):
+        assert not set(GEMV_PLANS) & set(candidate_plans(x, [operands], "whole"))
+    x = randn(1, 256)
+    assert_close(joined.product(x, plan), quantised_reference(x, packed, None))
 
 
 @pytest.mark.gpu

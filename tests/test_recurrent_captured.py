@@ -111,7 +111,7 @@ def test_captured_on_a_gpu(name, policy, kernels, caplog):
     plain, model, draft = (each.to("cuda") for each in attached_pair(name))
     usual = config(policy, gamma=4, epsilon=0.0, kernels=kernels)
     assert_equal(plain, model, draft, usual)
-    assert model.specbranch_stats.runtime == "eager"  # until graphs of recurrent models are tried on a GPU
+    assert model.specbranch_stats.runtime == "eager"  # until graphs of all these families work on a GPU
     assert 'runtime="graph"' in model.specbranch_stats.slowed_by
     for length in (7, 12, 9):  # the second and third reuse caches and graphs
         assert_equal(plain, model, draft, replace(usual, runtime="graph"), **inputs_of(length))

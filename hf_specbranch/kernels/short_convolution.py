@@ -124,18 +124,18 @@ def _convolution_kernel(
     wait_for_dependencies(PDL)
     slot, first_slot = tl.load(slots + row * tokens + token), tl.load(slots + row * tokens)
     last_slot = tl.load(slots + row * tokens + tokens - 1)
-    behind = slot - first_slot - TAPS + 1 + tap  # the slots of the window, after the first; below 0 in the first state
-    at = tokens - 1 + first_slot - last_slot + behind  # their tokens
+    offset = slot - first_slot - TAPS + 1 + tap  # of each slot of the window from the first of the pass; < 0: kept
+    at = tokens - 1 + first_slot - last_slot + offset  # the token in that slot
     first = (first_slot % size * rows + row) * channels * TAPS
     before = tl.load(
-        states + first + channel[:, None] * TAPS + (TAPS + behind)[None, :],
-        mask=inside & (behind < 0)[None, :],
+        states + first + channel[:, None] * TAPS + (TAPS + offset)[None, :],
+        mask=inside & (offset < 0)[None, :],
         other=0.0,
     )
     read = tl.load(
-        x + (row * tokens + at)[None, :] * width + column[:, None], mask=inside & (behind >= 0)[None, :], other=0.0
+        x + (row * tokens + at)[None, :] * width + column[:, None], mask=inside & (offset >= 0)[None, :], other=0.0
     )
-    window = tl.where((behind < 0)[None, :], before, read)
+    window = tl.where((offset < 0)[None, :], before, read)
     total = tl.sum(window.to(tl.float32) * factors, 1)
     if BIAS:
         total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)

@@ -45,6 +45,16 @@ def with_tensor_cores(plan: Plan) -> Plan:
     return plan if plan.warps == 0 else QUANTISED_PLANS[0]
 
 
+def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list[Plan]:
+    """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format."""
+    plans = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
+    plans = [plan for plan in plans if plan.splits == 1 or kind == "split-k"]
+    if any(len(operands.weights) > 1 for operands in products):
+        return plans
+    operands = [(each.weights[0], each.biases[0]) for each in products]
+    return [*plans, *(plan for plan in GEMV_PLANS if all(fits(x, *each, plan) for each in operands))]
+
+
 class QuantisedProduct(Product):
     """The product of linear layers with quantised weights. Many rows, and float32, are left to the layers themselves.
 
@@ -104,13 +114,9 @@ class QuantisedProduct(Product):
             assert plan is not None
             return operands.gated(x, "silu", plan) if kind == "gated" else operands.product(x, plan)
 
-        fitting = [plan for plan in QUANTISED_PLANS if x.shape[-1] // BLOCK >= plan.splits]
-        candidates = [plan for plan in fitting if plan.splits == 1 or kind == "split-k"]
         every = [operands for each in self.alike if (operands := each._operands()) is not None]
         flat = x.reshape(-1, x.shape[-1])
-        if all(len(each.weights) == 1 for each in every):
-            weights = [(each.weights[0], each.biases[0]) for each in every]
-            candidates += [plan for plan in GEMV_PLANS if all(fits(flat, *each, plan) for each in weights)]
+        candidates = candidate_plans(flat, every, kind)
         return autotune_quantised(product, every, flat, self.name, self.out_features, kind, candidates)
 
 

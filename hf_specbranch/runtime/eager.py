@@ -68,7 +68,7 @@ class EagerRunner:
     capture_seconds = 0.0  # time that this took
     joint_graphs = 0  # names the graphs that all ranks of a tensor parallel model have captured together; 0: none
     runtime = "eager"
-    why_eager = ""  # why no graphs are used on a GPU, if nobody has asked for that
+    why_eager = ""  # why there are no graphs on a GPU, unless the settings say so
     skips_autograd = False  # passes run in torch's inference mode, which takes less time on a CPU; see `selection`
 
     def __init__(self, model: PreTrainedModel, masks: MaskMaker, limit: int | None = None) -> None:
