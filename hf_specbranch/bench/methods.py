@@ -22,6 +22,7 @@ METHODS = {
     "assisted-default": "transformers' assisted decoding with its own defaults",
     "lookup": "transformers' prompt lookup",
     "autoregressive": "ours, no draft",
+    "no-draft": "ours, the default without a draft model: text already seen is looked up where that pays",
     "vanilla-best": "ours, draft then verify, the best fixed length of the sweep",
     "vanilla-stop": "ours, draft then verify, with the confidence stop",
     "vanilla-tree": "ours, draft then verify, with tree leaves",
@@ -145,7 +146,8 @@ def fixed_methods(names: tuple[str, ...], overrides: Overrides, head: LengthHead
     )
 
     def ours(name: str, policy: str, **more: Any) -> Method:
-        return Method(name, overrides.settings(policy, **more), drafts=policy != "autoregressive")
+        drafts = name not in ("autoregressive", "no-draft")
+        return Method(name, overrides.settings(policy, **more), drafts=drafts)
 
     methods = [
         Method("plain"),
@@ -154,6 +156,7 @@ def fixed_methods(names: tuple[str, ...], overrides: Overrides, head: LengthHead
         Method("assisted-default", drafts=True),
         Method("lookup", arguments={"prompt_lookup_num_tokens": length}),
         ours("autoregressive", "autoregressive"),
+        ours("no-draft", "auto"),
         ours("vanilla-stop", "vanilla"),
         ours("vanilla-tree", "vanilla", confidence_threshold=0.0, tree_leaves=TREE_LEAVES),
         ours("auto", "auto"),
