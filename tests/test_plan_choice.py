@@ -256,8 +256,8 @@ def test_capture_must_pay():
     slower = next(plan for plan in every_plan() if plan.policy == "vanilla" and plan.max_draft_length == 6)
     gain = 1 / predict([ALWAYS], slower, CHEAP_DRAFT, True).tokens_per_second - 1 / best.tokens_per_second
     for remaining, expected in ((0.05 / gain, slower), (1.0 / gain, best.plan)):
-        wait = lambda plan: 0.0 if plan == slower else 0.2  # noqa: E731
-        found = choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True, slower, delay=wait, remaining=remaining)
+        wait = lambda plan: 0.0 if plan == slower else 0.2 / remaining  # noqa: B023, E731
+        found = choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True, slower, delay=wait)
         assert found.plan == expected
 
 

@@ -14,9 +14,10 @@ import torch
 from hf_specbranch import SpecBranchConfig
 from hf_specbranch.planning import online
 from hf_specbranch.planning.agreement import Agreement
+from hf_specbranch.planning.calibrate import CAPTURE_SECONDS
 from hf_specbranch.planning.chooser import choose, plans_within
 from hf_specbranch.planning.costs import StepCosts
-from hf_specbranch.planning.knowledge import CAPTURE_SECONDS, Knowledge, Situation
+from hf_specbranch.planning.knowledge import Knowledge, Situation
 from hf_specbranch.planning.simulate import predict, replay
 from hf_specbranch.planning.sizes import ModelSize, predicted_costs
 from hf_specbranch.planning.timer import SegmentTimer
@@ -54,8 +55,8 @@ def fixed_seconds(texts, plan, reading, costs=COSTS):
 class Simulation:
     """Calls of one pair in simulated time, with captures and with the time in which the draft reads a text."""
 
-    def __init__(self, reading, warm=False, costs=COSTS):
-        self.reading, self.known, self.costs = reading, Knowledge(), costs
+    def __init__(self, reading, warm=False, costs=COSTS, capturing=0.0):
+        self.reading, self.known, self.costs, self.capturing = reading, Knowledge(), costs, capturing
         self.plans = [SpecBranchConfig().decided(captured=True), *plans_within(SpecBranchConfig(), captured=True)]
         self.captured = set(self.plans) if warm else set()
 
@@ -65,7 +66,7 @@ class Simulation:
         planner = online.Planner(
             self.plans, SpecBranchConfig(), Situation(1, "graph", True), self.known,
             lambda context: predicted_costs(*SIZES, True, 1, context),
-            lambda: [from_token(text, 0, done)] if done > 15 else [], lambda: 300,
+            lambda: [from_token(text, max(0, done - 128), done)] if done > 15 else [], lambda: 300,
             is_captured=self.captured.__contains__, remaining=lambda: most - done,
         )  # fmt: skip
         segments = planner.segments()
@@ -73,7 +74,8 @@ class Simulation:
         while True:
             timing = timing_of(segment, from_token(text, done), self.costs)
             joins = segment.plan != previous and segment.plan.policy != "autoregressive"
-            timing = timing._replace(reading=self.reading * joins, disturbed=segment.plan not in self.captured)
+            new = segment.plan not in self.captured
+            timing = timing._replace(reading=self.reading * joins, disturbed=new, capturing=new * self.capturing)
             self.captured.add(segment.plan)
             done, seconds, previous = done + int(timing.tokens), seconds + timing.seconds + timing.reading, segment.plan
             if done + 2 > len(text.rank):
@@ -108,6 +110,29 @@ def test_choice_is_close_to_the_best_plan(lengths, reading, warm):
     taken = sum(map(simulation.generate, texts))
     plain, *drafted = (fixed_seconds(texts, plan, reading) for plan in every_plan())
     assert taken < 1.02 * plain and taken < (1.05 if warm else 1.08) * min(plain, *drafted)
+
+
+@pytest.mark.parametrize("draft_step", [0.05, 0.25, 0.44, 0.9], ids=lambda step: f"step {step}")
+@pytest.mark.parametrize("accepted", [0.2, 0.5, 0.7, 0.85, 0.97])
+def test_third_call_is_close_to_the_best_plan(accepted, draft_step):
+    """Captures serve the calls that follow. Draft steps are given in passes; sizes predict that they take 0.6."""
+    passes = ((0.0, 1.40e-3), (4.0, 1.42e-3), (8.0, 1.45e-3), (15.0, 1.55e-3))
+    costs = replace(COSTS, target_pass=1.40e-3, draft_step=draft_step * 1.40e-3, passes=passes)
+    texts = [text_of(seed, 256, accepted, accepted) for seed in range(8)]
+    simulation = Simulation(0.004, costs=costs, capturing=0.1)
+    taken = [simulation.generate(text, most=256) for text in texts]
+    plain, *drafted = (fixed_seconds(texts[2:], plan, 0.004, costs) for plan in every_plan())
+    assert sum(taken[2:]) < 1.05 * min(plain, *drafted) and len(simulation.captured) <= 4
+    assert sum(taken[1:]) < fixed_seconds(texts[1:], every_plan()[0], 0.0, costs) / 0.98
+
+
+def test_first_call_captures_what_it_pays_for():
+    """One text says little about a draft, and may be the only one."""
+    text = text_of(0, 256, 0.97, 0.97)
+    for capturing, plans in ((0.02, 2), (0.1, 1)):
+        simulation = Simulation(0.004, capturing=capturing)
+        simulation.generate(text, most=256)
+        assert len([plan for plan in simulation.captured if plan.policy != "autoregressive"]) == plans
 
 
 def test_gain_that_is_uncertain_is_compared_with_plain_decoding():

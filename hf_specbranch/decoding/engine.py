@@ -186,7 +186,8 @@ def rest(call: Call, choice: Choice, assembly: Assembly, parts: Parts, overlap: 
 def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text in segments, each with the plan that the planner chooses."""
     text = parts.text
-    planner, timer = assembly.planner(text), SegmentTimer(assembly.stats, overlap, text, assembly.captures)
+    planner = assembly.planner(text)
+    timer = SegmentTimer(assembly.stats, overlap, text, assembly.captures, assembly.capture_seconds)
     segments = planner.segments()
     segment = next(segments)
     plan = segment.plan

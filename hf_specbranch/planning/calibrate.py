@@ -17,6 +17,7 @@ from typing import Any
 from .costs import SegmentTiming, StepCosts, interpolate
 
 SAMPLES = 5  # the last measurements that are kept of each ratio
+CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan, until that is measured, and at most
 SPEED_SAMPLES = 3  # the machine may become busy or quiet
 
 
@@ -30,6 +31,7 @@ class CostFactors:
         passes: of a pass, by its tokens per row, relative to the segment before.
         hidden: the fraction of overlapped drafting that was hidden. Not a factor.
         reading: seconds in which the draft read a text before it drafted. Not a factor.
+        capturing: seconds in which the stages of a plan with a draft were captured. Not a factor.
 
     Example:
         >>> from hf_specbranch.planning import StepCosts
@@ -44,6 +46,7 @@ class CostFactors:
     passes: dict[int, list[float]] = field(default_factory=dict)
     hidden: list[float] = field(default_factory=list)
     reading: list[float] = field(default_factory=list)
+    capturing: list[float] = field(default_factory=list)
 
     def costs(self, predicted: StepCosts) -> StepCosts:
         """Return the predicted costs, corrected."""
@@ -69,6 +72,11 @@ class CostFactors:
     def reading_seconds(self) -> float:
         """How long the draft reads a text before it drafts; 0 until that is measured."""
         return middle(self.reading) if self.reading else 0.0
+
+    @property
+    def capture_seconds(self) -> float:
+        """How long it takes to capture the stages of one more plan; the first ones may have built kernels too."""
+        return min([CAPTURE_SECONDS, *self.capturing])
 
     @property
     def current_speed(self) -> float:
@@ -111,6 +119,11 @@ class CostFactors:
             _keep(self.draft, step / predicted.draft_step / speed)
         return speed
 
+    def add_captures(self, timing: SegmentTiming) -> None:
+        """Learn how long captures take, from the first segment of a plan."""
+        if timing.capturing > 0 and timing.draft.forwards + timing.branch.forwards > 0:
+            _keep(self.capturing, timing.capturing)
+
     def _add_hidden(self, timing: SegmentTiming, predicted: StepCosts) -> None:
         """Learn how much time overlap saved, compared with the most that it could have saved."""
         costs, each = self.costs(predicted), timing
@@ -127,13 +140,13 @@ class CostFactors:
         """Return the factors with which to begin in a similar situation, each as one measurement."""
         passes = {width: [middle(samples)] for width, samples in self.passes.items() if samples}
         draft, reading = ([middle(each)] if each else [] for each in (self.draft, self.reading))
-        return CostFactors(self.speed[-1:], draft, passes, self.hidden[-1:], reading)
+        return CostFactors(self.speed[-1:], draft, passes, self.hidden[-1:], reading, self.capturing[:])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all measurements, ready for JSON."""
         passes = {str(width): samples for width, samples in self.passes.items()}
         lists = {"speed": self.speed, "draft": self.draft, "hidden": self.hidden, "reading": self.reading}
-        return {**lists, "passes": passes}
+        return {**lists, "capturing": self.capturing, "passes": passes}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> CostFactors:
@@ -144,11 +157,13 @@ class CostFactors:
             {int(width): list(map(float, samples)) for width, samples in fields["passes"].items()},
             list(map(float, fields["hidden"])),
             list(map(float, fields.get("reading", ()))),
+            list(map(float, fields.get("capturing", ()))),
         )
         factors = [
             *found.speed,
             *found.draft,
             *found.reading,
+            *found.capturing,
             *(each for samples in found.passes.values() for each in samples),
         ]
         if not all(isfinite(each) and each > 0 for each in factors) or not all(0 <= each <= 1 for each in found.hidden):

@@ -91,7 +91,6 @@ def choose(
     ratios: Mapping[SpecBranchConfig, float] | None = None,
     min_gain: float = MIN_GAIN,
     delay: Callable[[SpecBranchConfig], float] | None = None,
-    remaining: float = 0.0,
 ) -> Choice:
     """Return the plan with which the rest of the text is done first; the current one unless another is clearly faster.
 
@@ -103,8 +102,7 @@ def choose(
         current: the plan that is being followed, if any.
         ratios: measured over predicted speed of plans that were followed before.
         min_gain: how many times faster than the current plan another must be.
-        delay: the seconds before a plan can be followed. None: no plan has to be waited for.
-        remaining: the tokens that are still to come; of use only with `delay`.
+        delay: the seconds before a plan can be followed, per token that follows it. None: no plan has to be waited for.
     """
     overlap = costs.hidden >= MIN_HIDDEN
 
@@ -115,8 +113,7 @@ def choose(
 
     def seconds(choice: Choice) -> float:
         """The seconds per token, the delay included."""
-        waiting = 0.0 if delay is None else delay(choice.plan) / max(1.0, remaining)
-        return 1 / choice.tokens_per_second + waiting
+        return 1 / choice.tokens_per_second + (0.0 if delay is None else delay(choice.plan))
 
     best = min(map(evaluate, _worth_a_look(plans, overlap)), key=seconds)
     if current is None:

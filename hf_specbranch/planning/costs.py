@@ -138,6 +138,7 @@ class SegmentTiming(NamedTuple):
     branch: Totals  # drafting that could overlap with them
     disturbed: bool = False  # includes one-off work, such as the capture of a graph
     reading: float = 0.0  # seconds before the segment, in which the draft read the text; not part of `seconds`
+    capturing: float = 0.0  # seconds of all this in which stages were captured
 
     @property
     def tokens_per_second(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 FEWEST_TEXTS = 4  # with fewer, only the longest length of a text is known
+FEWEST_LATER = 8  # texts that a pair is still used for, at least
 STARTS = (8, 16, 32, 64, 128)  # tokens of a text after which a draft may begin
 
 
@@ -25,6 +26,19 @@ def expected_tokens(lengths: Sequence[float], done: float, most: float) -> float
     if len(lengths) < FEWEST_TEXTS or not longer:
         return most
     return min(most, sum(longer) / len(longer))
+
+
+def later_tokens(lengths: Sequence[float]) -> float:
+    """Return how many tokens later texts are expected to get: a pair is used for as many texts again as so far.
+
+    Args:
+        lengths: tokens of the last texts. Without any, nothing is expected: one text says too little about a draft.
+
+    Example:
+        >>> later_tokens([100]), later_tokens([10, 20, 30, 20, 20])
+        (800.0, 160.0)
+    """
+    return sum(lengths) / len(lengths) * max(FEWEST_LATER, len(lengths)) if lengths else 0.0
 
 
 def best_start(lengths: Sequence[float], most: float, saved: float, reading: float) -> tuple[float, float]:

@@ -20,7 +20,6 @@ from .store import Entries, PairFile, file_of
 
 RECENT_TEXTS = 8  # how many recordings are kept
 RECENT_LENGTHS = 16  # how many lengths of texts are kept
-CAPTURE_SECONDS = 0.25  # to capture the stages of one more plan
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
 EVALUATE_EVERY = 64  # generations, at least
 CHECK_EVERY = 16  # generations; where stages are not captured, plain decoding is compared with a draft so often
@@ -141,7 +140,7 @@ class Knowledge:
             return False
         plan, share = self.rivals[key]
         self.missed[plan] = self.missed.get(plan, 0.0) + share * seconds
-        return self.missed[plan] >= CAPTURE_SECONDS
+        return self.missed[plan] >= self.factors_in(key[1]).capture_seconds
 
     def end_text(self, tokens: float) -> None:
         """Count a generation of so many tokens per row."""

@@ -179,6 +179,7 @@ class Planner(TextChoices):
         self.seconds += timing.seconds
         self.tokens += timing.tokens
         self.drafts = self.drafts or segment.plan.policy != "autoregressive"
+        self.factors.add_captures(timing)
         if not _is_reliable(timing):
             self.speed = None
             return False

@@ -10,8 +10,8 @@ from .agreement import Agreement, typical_agreement
 from .calibrate import CostFactors
 from .chooser import Choice, choose, pass_width
 from .costs import StepCosts
-from .horizon import best_start, expected_tokens
-from .knowledge import CAPTURE_SECONDS, Knowledge, Situation
+from .horizon import best_start, expected_tokens, later_tokens
+from .knowledge import Knowledge, Situation
 
 
 class TextChoices:
@@ -85,8 +85,9 @@ class TextChoices:
     ) -> Choice:
         """Return the best choice; a plan must save the time that it takes to capture its stages and to read the text.
 
-        What it would have saved in earlier texts is added to what it will save: a plan that is better for one short
-        text after the other is captured in the end. What reading costs at the start of a text, `draft_start` considers.
+        Captured stages serve later texts too, so what they cost is spread over those (`later_tokens`). What a plan
+        would have saved in earlier texts is added to what it will save: a plan that is better for one short text after
+        the other is captured in the end. What reading costs at the start of a text, `draft_start` considers.
         """
         known, ratios = self.known, dict(self.known.ratios)  # another thread may add to them
         self.seconds = 0.0
@@ -95,18 +96,20 @@ class TextChoices:
         joins = plan is not None and not ending and not self.drafts
         reading = self.factors.reading_seconds if joins else 0.0
 
-        def delay(other: SpecBranchConfig) -> float:
-            seconds = reading if other.policy != "autoregressive" else 0.0
-            if not waits or other == plan or self.is_captured(other):
-                return seconds
-            return seconds + max(0.0, CAPTURE_SECONDS - known.missed.get(other, 0.0))
-
-        remaining = self.remaining()
+        capturing, remaining = self.factors.capture_seconds, self.remaining()
         if ending:
             remaining = expected_tokens(known.lengths, 0, self.tokens + remaining)
         elif plan is not None:
             remaining = expected_tokens(known.lengths, self.tokens, remaining)
-        chosen = choose(self.plans, texts, costs, self.captured, plan, ratios, delay=delay, remaining=remaining)
+        uses = remaining + later_tokens([*known.lengths, self.tokens] if ending else known.lengths)
+
+        def delay(other: SpecBranchConfig) -> float:
+            seconds = reading / max(1.0, remaining) if other.policy != "autoregressive" else 0.0
+            if not waits or other == plan or self.is_captured(other):
+                return seconds
+            return seconds + max(0.0, capturing - known.missed.get(other, 0.0)) / max(1.0, uses)
+
+        chosen = choose(self.plans, texts, costs, self.captured, plan, ratios, delay=delay)
         known.rivals.pop(self.key, None)
         if waits and plan is not None:
             best = choose(self.plans, texts, costs, self.captured, chosen.plan, ratios)
@@ -134,7 +137,7 @@ class TextChoices:
         missed = self.known.missed.get(plain, 0.0)
         if ending:
             self.known.missed[plain] = missed = missed + saved
-        return start if self.is_captured(plain) or missed >= CAPTURE_SECONDS else 0
+        return start if self.is_captured(plain) or missed >= self.factors.capture_seconds else 0
 
     def worth_reading(self, choice: Choice) -> Choice:
         """Return the choice, or plain decoding if texts are too short for a draft."""

@@ -32,21 +32,34 @@ class SegmentTimer:
         overlap: where work is timed.
         text: where tokens are committed.
         captures: returns how many graphs have been captured so far.
+        capture_seconds: returns how long that took.
     """
 
-    def __init__(self, stats: SpecBranchStats, overlap: Overlap, text: Text, captures: Callable[[], int]) -> None:
-        self.stats, self.overlap, self.text, self.captures = stats, overlap, text, captures
+    def __init__(
+        self,
+        stats: SpecBranchStats,
+        overlap: Overlap,
+        text: Text,
+        captures: Callable[[], int],
+        capture_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.stats, self.overlap, self.text = stats, overlap, text
+        self.captures, self.capture_seconds = captures, capture_seconds
         self.joined: Any = None  # when the draft began to read the text, if it was just before this segment
 
     def join(self) -> None:
         """Note that the draft of the next segment begins to read the text."""
-        self.joined, self.captured = self.overlap.clock.now(), self.captures()
+        self.joined = self.overlap.clock.now()
+        self._count_captures()
 
     def start(self) -> None:
         """Begin a segment. On a GPU it begins once the draft has read the text, although the host does not wait."""
         if self.joined is None:
-            self.captured = self.captures()
+            self._count_captures()
         self.began, self.gained = self.overlap.clock.now(), self.text.gained
+
+    def _count_captures(self) -> None:
+        self.captured, self.captured_in = self.captures(), self.capture_seconds()
 
     def read(self, segment: PlanSegment) -> SegmentTiming:
         """End a segment and return its timing."""
@@ -63,6 +76,7 @@ class SegmentTimer:
             overlap=segment.overlap,
             disturbed=self.captures() > self.captured,
             reading=reading,
+            capturing=self.capture_seconds() - self.captured_in,
             **work,
         )
         self.stats.plans.append(summary(segment, timing.rounds, timing.tokens, timing.seconds))
