@@ -126,7 +126,7 @@ class SpecBranchConfig:
             temperature; "sample": tokens drawn from the draft, best at high temperature; "auto" chooses by
             temperature. Either way the output has exactly the target's distribution.
         draft_weights: how the draft's weights are stored in the copy that drafts: "float8" or "int8" takes half of the
-            bytes of half precision, None takes the draft as it is. "auto" takes int8 where that is faster: on a GPU,
+            bytes of half precision, None takes the draft as it is. "auto" takes float8 where that is faster: on a GPU,
             for a draft that is not tiny. Only the draft is approximate; the output is the target's in any case.
         draft_shortlist: the tokens that the draft may propose, beside those of the text: a number (those with the
             lowest ids, which most tokenizers give to the most frequent ones), a JSON file with a list of ids, or None
@@ -156,8 +156,8 @@ class SpecBranchConfig:
     overlap: bool = True
     kernels: bool | str = "auto"
     draft_sampling: str = "auto"
-    draft_weights: str | None = None
-    draft_shortlist: int | str | None = None
+    draft_weights: str | None = "auto"
+    draft_shortlist: int | str | None = "auto"
     memory_budget: float = MEMORY_BUDGET
     prefix_reuse: bool = True
 

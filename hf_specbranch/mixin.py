@@ -248,7 +248,7 @@ class SpecBranchMixin(GenerationMixin):
 
         def run(call: Call) -> tuple[Any, SpecBranchStats | None]:
             samples = bool(call.generation_config.do_sample)
-            call = replace(call, draft=request.draft_of_call(call.model, samples))
+            call = replace(call, draft=request.draft_of_call(call.model, samples, call.rows))
             return speculate(call) if request.warm_up is None else capture_stages(call, request.warm_up)
 
         if call.ranks is None:

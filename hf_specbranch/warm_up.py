@@ -78,5 +78,6 @@ def warm_up(
         finally:
             warming_up.reset(before)
     models = [each for each in (model, draft) if isinstance(each, torch.nn.Module)]
+    models += [copy for each in models for _, copies in state_of(each).copies.values() for copy in copies]
     held = sum(runner.num_bytes for each in models for runner in state_of(each).idle_runners)
     return WarmUp(time.perf_counter() - began, captured, held)

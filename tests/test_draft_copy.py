@@ -1,7 +1,6 @@
 """Cheaper copies of a draft: eight bits per weight, a shortlist of the vocabulary. No output token depends on them."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from transformers import LogitsProcessor
 from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
-from hf_specbranch.bench import grow
 from hf_specbranch.cli import app
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.linear import Plan
@@ -18,13 +16,7 @@ from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.quantised_formats import recognise_format
 from hf_specbranch.layers.shortlist import most_frequent, read_tokens
 from hf_specbranch.model_state import every_parameter, state_of, weight_bytes
-from hf_specbranch.planning import StepCosts
-from hf_specbranch.planning.agreement import ABSENT, typical_agreement
-from hf_specbranch.planning.calibrate import CostFactors
-from hf_specbranch.planning.chooser import plans_within
-from hf_specbranch.planning.draft_choice import DraftForm, copy_gain, is_slower
-from hf_specbranch.planning.knowledge import Knowledge, Situation
-from hf_specbranch.planning.online import Planner
+from hf_specbranch.planning.draft_choice import DraftForm
 from hf_specbranch.planning.sizes import size_of
 
 from .graphs import Comparison, tokens
@@ -205,36 +197,6 @@ def test_calls_at_a_time_have_shortlists_of_their_own(pair):
     assert layers[0] is not layers[1] and layers[0].weight is layers[1].weight
 
 
-# ---- the choice
-
-
-def planner(costs):
-    plans = plans_within(SpecBranchConfig(), captured=True)
-    known, situation = Knowledge(), Situation(captured=True, runtime="graph")
-    known.factors[situation] = CostFactors(speed=[1.0], draft=[1.0])
-    return Planner(plans, SpecBranchConfig(), situation, known, lambda context: costs, lambda: [], lambda: 100)
-
-
-def test_copy_is_judged_by_speed_and_acceptance():
-    good = typical_agreement(5)
-    bad = replace(good, rank=tuple(ABSENT if place % 2 else rank for place, rank in enumerate(good.rank)))
-    cheap, full = (StepCosts(target_pass=4e-3, draft_step=step) for step in (4e-4, 8e-4))
-    assert copy_gain(planner(cheap), Knowledge(), ([good], [good]), full) > 1.1
-    assert copy_gain(planner(full), Knowledge(), ([good], [good]), full) == pytest.approx(1)
-    assert copy_gain(planner(cheap), Knowledge(), ([bad], [good]), full) < 1
-
-
-def test_slower_copy_is_tried_again_after_a_while():
-    form, known = DraftForm("int8"), Knowledge()
-    assert not is_slower(form, known)
-    known.copy_gains[form.name] = 0.9
-    later = [replace(known, generations=generations) for generations in range(64)]
-    assert [each.generations for each in later if not is_slower(form, each)] == [31, 63]
-    kept = Knowledge()
-    kept.update(known.to_dict())
-    assert is_slower(form, kept)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_run_in_captured_stages(dtype):
@@ -287,19 +249,3 @@ def test_kernel_reads_packed_layers(kind):
     expected = quantised_reference(x, packed, layer.bias)
     assert_close(quantised_linear(x, [packed], [layer.bias], plan), expected)
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-def test_copy_is_chosen_on_a_gpu():
-    """A draft of 2 GB: greedy text is drafted by an int8 copy, until the draft itself would be faster."""
-    target, draft, tokenizer = load_demo_pair()
-    target = specbranch(grow(target, "7b", torch.bfloat16, "cuda"), grow(draft, "1b", torch.bfloat16, "cuda"))
-    inputs = tokenizer("def add(a, b):", return_tensors="pt").to("cuda")
-    used, auto = [], SpecBranchConfig(draft_weights="auto")
-    for sampled in (False, True):
-        target.generate(**inputs, max_new_tokens=48, do_sample=sampled, specbranch=auto)
-        used.append(target.specbranch_stats.draft_weights)
-        assert target.specbranch_stats.runtime == "graph" and not target.specbranch_stats.slowed_by
-    assert used == ["int8", "int8"]
-    target.generate(**inputs, max_new_tokens=8, do_sample=False, specbranch=SpecBranchConfig())
-    assert target.specbranch_stats.draft_weights == ""

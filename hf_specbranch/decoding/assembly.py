@@ -182,17 +182,13 @@ class Assembly(Sources):
     def _situation(self) -> Situation:
         return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads_of(self.runner.device))
 
-    def predicted_costs(self, context: int, draft: PreTrainedModel) -> StepCosts:
-        """Return the step costs that the sizes of the target and a draft predict at this length of text."""
-        return self._predicted_costs(draft)(context)
-
-    def _predicted_costs(self, draft: PreTrainedModel | None = None) -> Callable[[int], StepCosts]:
+    def _predicted_costs(self) -> Callable[[int], StepCosts]:
         """Return the step costs that the sizes of the models predict, by length of the text.
 
         Without a draft the target takes its place: only the costs of its own passes are of use then.
         """
         target, rows = self.runner.model, self.call.rows
-        draft = draft or (None if self.draft_runner is None else self.draft_runner.model)
+        draft = None if self.draft_runner is None else self.draft_runner.model
         # A sampled text must not depend on what was counted before the models were changed.
         known = None if draft is None or self.samples else knowledge_of(target, draft).sizes
         sizes = known or sizes_of(target, draft or target)

@@ -92,8 +92,14 @@ class Request:
             ranks=ranks_of(model),
         )
 
-    def draft_of_call(self, target: PreTrainedModel, samples: bool) -> PreTrainedModel | None:
-        """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so."""
+    def draft_of_call(self, target: PreTrainedModel, samples: bool, rows: int | None = None) -> PreTrainedModel | None:
+        """Return the model that drafts: the draft, or a cheaper copy of it. On a CPU only if the settings say so.
+
+        Args:
+            target: the model that generates.
+            samples: the text is sampled.
+            rows: the batch size; None if it changes.
+        """
         config, draft = self.config, self.draft
         has_copies = not isinstance(draft, TargetHead) and self.translation is None
         if draft is None or not has_copies or not POLICIES[config.policy].drafts:
@@ -103,7 +109,7 @@ class Request:
             return draft
         from ..planning.draft_choice import draft_of_call
 
-        return draft_of_call(config, target, draft, samples, user=self)
+        return draft_of_call(config, target, draft, samples, user=self, rows=rows)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,7 +23,7 @@ from ..planning.timer import SegmentTimer, summary
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap, cpu_threads
-from ..runtime.selection import runner_for
+from ..runtime.selection import BRANCH_SLOTS, runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly, threads_of
 from .call import Call
@@ -226,12 +226,41 @@ def form_of(draft: PreTrainedModel) -> tuple[str, int]:
 def compare_drafts(assembly: Assembly, planner: Planner, text: Text) -> None:
     """Let the planner find out how a copy of the draft compares with the draft itself, where it chose the copy."""
     call = assembly.call
-    if call.draft is None or state_of(call.draft).form is None or "auto" not in call.config.draft_form:
+    if not chose_copy(call):
         return
     from ..planning.draft_choice import compare_drafts
 
+    assert call.draft is not None
     read = partial(assembly.agreements, text)
-    compare_drafts(planner, call.model, call.draft, read, partial(assembly.predicted_costs, max(text.lengths)))
+    with suppress(torch.OutOfMemoryError):  # the text is finished, and must not be lost
+        compare_drafts(planner, call.model, call.draft, read, partial(step_gain, assembly, max(text.lengths)))
+
+
+def chose_copy(call: Call) -> bool:
+    """Return whether a copy of the draft drafts because the planner chose it, not because the settings name it."""
+    form = None if call.draft is None else state_of(call.draft).form
+    if form is None or "auto" not in call.config.draft_form:
+        return False
+    from ..planning.draft_choice import named_form
+
+    return bool(form != named_form(call.config))
+
+
+def step_gain(assembly: Assembly, length: int) -> float | None:
+    """Return how many times faster a step of the copy is than one of the draft itself, if that can be timed.
+
+    Args:
+        assembly: with the runner of the copy.
+        length: of the text, whose keys and values must stay.
+    """
+    from ..planning.draft_choice import original_of
+    from ..planning.step_time import step_gain
+
+    call, runner = assembly.call, assembly.draft_runner
+    original = original_of(call.draft)
+    if runner is None or original is None:
+        return None
+    return step_gain(runner, original, call.config, call.rows, length + BRANCH_SLOTS)
 
 
 def remember_text(parts: Parts) -> None:

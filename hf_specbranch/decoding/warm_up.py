@@ -6,10 +6,12 @@ A kind of call is a batch size, a longest text, and settings. Stages run on a te
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..config import SpecBranchConfig
@@ -20,7 +22,7 @@ from ..runtime.prefill import STEP, can_prefill, captured_sizes, prefill, read_i
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
-from .engine import assembled, take_over
+from .engine import assembled, chose_copy, step_gain, take_over
 from .loop import Parts, decode, read_prompt
 from .policies import POLICIES
 from .resolve import DraftTokens, Feedback, TreeLeaves
@@ -30,6 +32,8 @@ ROUNDS = 2  # of each plan: the second has the result of the first
 
 def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchStats]:
     """Capture the stages of all plans that a call like this one may follow.
+
+    If sizes say that a copy of the draft is faster and its steps are not, the stages of the draft itself are captured.
 
     Where stages are not captured, this finds out what is found out once per model, and no more. So it does for models
     with recurrent layers, whose states belong to a text that was read: their stages are captured on first use.
@@ -46,22 +50,41 @@ def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchSt
     with assembled(replace(call, criteria=unending, streamer=None), stats) as assembly:
         if not assembly.static_shapes or any(runner.is_recurrent for runner in assembly.runners):
             return call.input_ids, stats
-        # All ranks of a tensor parallel target read prompts together, in passes that are not captured.
-        for runner in assembly.runners[0 if call.ranks is None else 1 :]:
-            progress.doing(f"{call.rows} rows: prefill")
-            _prefill_all_sizes(runner, call.rows)
-        parts = assembly.parts()
-        feedback = read_prompt(parts)
-        with assembly.overlap() as overlap:
-            for plan in assembly.plans:
-                progress.doing(f"{call.rows} rows: {plan.policy}, length {plan.draft_length}")
-                for length in _lengths(assembly.runner, parts):
-                    _run(plan, length, assembly, parts, overlap, feedback)
-                progress.advance()
-        torch.cuda.synchronize(assembly.runner.device)
-        for runner in assembly.runners:
-            runner.remembered = NOTHING
-    return call.input_ids, stats
+        if (original := faster_draft(assembly)) is None:
+            _capture_all(assembly, progress)
+    return (call.input_ids, stats) if original is None else capture_stages(replace(call, draft=original), progress)
+
+
+def faster_draft(assembly: Assembly) -> PreTrainedModel | None:
+    """Return the draft itself, if a copy of it was chosen by sizes and is not faster; else None."""
+    call = assembly.call
+    if not chose_copy(call) or assembly.samples:
+        return None
+    from ..planning.draft_choice import compare_steps, original_of
+
+    assert call.draft is not None
+    is_fast = compare_steps(call.model, call.draft, partial(step_gain, assembly, 0))
+    return None if is_fast else original_of(call.draft)
+
+
+def _capture_all(assembly: Assembly, progress: Progress) -> None:
+    """Capture the passes that read prompts, and the stages of all plans."""
+    call = assembly.call
+    # All ranks of a tensor parallel target read prompts together, in passes that are not captured.
+    for runner in assembly.runners[0 if call.ranks is None else 1 :]:
+        progress.doing(f"{call.rows} rows: prefill")
+        _prefill_all_sizes(runner, call.rows)
+    parts = assembly.parts()
+    feedback = read_prompt(parts)
+    with assembly.overlap() as overlap:
+        for plan in assembly.plans:
+            progress.doing(f"{call.rows} rows: {plan.policy}, length {plan.draft_length}")
+            for length in _lengths(assembly.runner, parts):
+                _run(plan, length, assembly, parts, overlap, feedback)
+            progress.advance()
+    torch.cuda.synchronize(assembly.runner.device)
+    for runner in assembly.runners:
+        runner.remembered = NOTHING
 
 
 def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:

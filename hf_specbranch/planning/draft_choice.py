@@ -1,39 +1,47 @@
 """Which form of its draft a call takes: the draft itself, or a cheaper copy (`decoding/draft_copy.py`).
 
 By sizes, a copy pays where reading the draft's weights takes most of a draft step: on a GPU, in captured stages, for a
-draft that is not tiny. After texts that a copy has drafted for, the draft itself reads the same text, and the speeds
-that both would reach are compared. A copy that is slower, because fewer of its tokens are accepted, is not used again
-for a while. Sampled texts are left to sizes alone: they may not depend on what was measured.
+draft that is not tiny and a batch of few rows. After some texts that a copy has drafted for, a step of both is timed
+(`step_time`), the draft itself reads the same text, and the speeds that both would reach are compared. A copy that does
+not pay is not used again for this pair. Sampled texts are left to sizes alone: they may not depend on measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
-from ..decoding.draft_copy import DraftForm, copy_of, why_not_copied
+from ..decoding.draft_copy import ROUTERS, DraftForm, copy_of, why_not_copied
 from ..kernels.backend import HALF_PRECISION
-from ..layers.packed_linear import Bits8
+from ..layers.packed_linear import Bits8, can_be_packed
+from ..layers.shortlist import ROOM
 from ..model_state import state_of, weight_bytes
 from .agreement import Agreement
 from .chooser import choose
-from .costs import StepCosts
 from .knowledge import Knowledge, knowledge_of
 from .online import Planner
+from .sizes import size_of
 
-AUTO_WEIGHTS: Bits8 = "int8"  # FP8 takes as many bytes; its distributions are further from the draft's
-# Of Qwen2.5's tokenizer the lowest 65,536 ids are 97 to 98% of texts, the lowest 32,768 are 92 to 96%. In eight bits
-# the second half of these rows is 7% of what a step of the 0.5B model reads.
-AUTO_SHORTLIST = 65536
-SMALLEST_DRAFT = 1 << 28  # bytes; a step of a smaller draft is bound by its launches
-SMALLEST_VOCABULARY = 2 * AUTO_SHORTLIST - 8192  # tokens, from which on a shortlist leaves out enough of them
-RETRY_EVERY = 32  # generations after which a copy that was slower is tried again
+AUTO_WEIGHTS: Bits8 = "float8"
+AUTO_SHORTLIST = 32000
+SMALLEST_VOCABULARY = 2 * AUTO_SHORTLIST  # tokens, from which on a shortlist leaves out enough of them
+SMALLEST_DRAFT = 100_000_000  # parameters; a step of a smaller draft is bound by its launches
+LARGEST_SHARE = 0.6  # of the draft's bytes, that a step of a copy may read
+MOST_ROWS = 4  # of a batch: more are read by other kernels, and a step is less bound by the bytes of the weights
+MIN_STEP_GAIN = 1.05  # how many times faster a step of a copy must be to be worth its memory
+FIRST_COMPARISON = 2  # texts; then each time their number has doubled
 
 
 def draft_of_call(
-    config: SpecBranchConfig, target: PreTrainedModel, draft: PreTrainedModel, samples: bool, user: object
+    config: SpecBranchConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    samples: bool,
+    user: object,
+    rows: int | None = None,
 ) -> PreTrainedModel:
     """Return the draft, or its copy in the form that the settings name or that pays.
 
@@ -43,35 +51,91 @@ def draft_of_call(
         draft: its draft.
         samples: the text is sampled.
         user: an object that lives as long as the call.
+        rows: the batch size. None: it changes, and only forms that the settings name are taken.
     """
-    given = DraftForm(_given(config.draft_weights), _given(config.draft_shortlist))  # type: ignore[arg-type]
-    form = form_by_sizes(config, draft, given)
+    given = named_form(config)
+    form = form_by_sizes(config, draft, given, rows)
     if form != given and not samples and is_slower(form, knowledge_of(target, draft)):
         form = given
     return draft if form == DraftForm() else copy_of(draft, form, user)
 
 
-def is_slower(form: DraftForm, known: Knowledge) -> bool:
-    """Return whether a copy in this form was slower than the draft itself; false when it is to be tried again."""
-    retries = known.generations % RETRY_EVERY == RETRY_EVERY - 1
-    return known.copy_gains.get(form.name, 1.0) < 1 and not retries
+def named_form(config: SpecBranchConfig) -> DraftForm:
+    """Return the form that the settings name; what they leave to the planner is as in the draft itself.
+
+    Example:
+        >>> named_form(SpecBranchConfig(draft_weights="int8"))
+        DraftForm(weights='int8', shortlist=None)
+    """
+    return DraftForm(*(None if setting == "auto" else setting for setting in config.draft_form))  # type: ignore[arg-type]
 
 
-def form_by_sizes(config: SpecBranchConfig, draft: PreTrainedModel, given: DraftForm) -> DraftForm:
+def form_by_sizes(config: SpecBranchConfig, draft: PreTrainedModel, given: DraftForm, rows: int | None) -> DraftForm:
     """Return the form that the settings name, with what sizes say in place of "auto"."""
     is_captured = draft.device.type == "cuda" and config.runtime != "eager" and config.kernels is not False
-    if not is_captured or draft.dtype not in HALF_PRECISION or weight_bytes(draft) < SMALLEST_DRAFT:
+    if not is_captured or draft.dtype not in HALF_PRECISION or rows is None or rows > MOST_ROWS:
+        return given
+    if weight_bytes(draft) < SMALLEST_DRAFT * draft.dtype.itemsize:
         return given
     form = given
     if config.draft_weights == "auto":
         form = form._replace(weights=AUTO_WEIGHTS)
     if config.draft_shortlist == "auto" and draft.get_input_embeddings().weight.shape[0] >= SMALLEST_VOCABULARY:
         form = form._replace(shortlist=AUTO_SHORTLIST)
-    return given if form == given or why_not_copied(draft, form) else form
+    if form == given or why_not_copied(draft, form):
+        return given
+    was_made = form in state_of(draft).copies  # then its bytes have been counted
+    return form if was_made or share_read(draft, form) <= LARGEST_SHARE else given
 
 
-def _given(setting: int | str | None) -> int | str | None:
-    return None if setting in ("auto", 0) else setting
+def share_read(draft: PreTrainedModel, form: DraftForm) -> float:
+    """Return the share of the draft's bytes that a step of a copy in this form reads.
+
+    Example:
+        >>> from hf_specbranch import load_demo_pair
+        >>> draft = load_demo_pair()[1]
+        >>> share_read(draft, DraftForm())
+        1.0
+    """
+    whole, saved, output = size_of(draft).weights, 0.0, draft.get_output_embeddings()
+    for name, module in draft.named_modules():
+        if name.rpartition(".")[2] in ROUTERS or not (can_be_packed(module) or module is output):
+            continue
+        weight = module.weight
+        rows, depth = weight.shape
+        if module is output and isinstance(form.shortlist, int):
+            rows = min(rows, form.shortlist + ROOM)
+        element = 1 if form.weights is not None and can_be_packed(module) else weight.element_size()
+        saved += weight.nbytes - rows * depth * element
+    return 1 - saved / whole
+
+
+def is_slower(form: DraftForm, known: Knowledge) -> bool:
+    """Return whether a copy in this form was found not to pay."""
+    return known.step_gains.get(form.name, MIN_STEP_GAIN) < MIN_STEP_GAIN or known.copy_gains.get(form.name, 1.0) < 1
+
+
+def original_of(draft: PreTrainedModel | None) -> PreTrainedModel | None:
+    """Return the model that this one is a copy of, if it is one."""
+    original = None if draft is None else state_of(draft).original
+    return None if original is None else original()
+
+
+def compare_steps(target: PreTrainedModel, draft: PreTrainedModel, time_steps: Callable[[], float | None]) -> bool:
+    """Return whether a step of a copy is fast enough, compared with the draft itself; timed once for each pair.
+
+    Args:
+        target: the model that generates.
+        draft: the copy.
+        time_steps: returns how many times faster a step of the copy is; None if that cannot be timed.
+    """
+    original, name = original_of(draft), state_of(draft).form.name
+    assert original is not None
+    known = knowledge_of(target, original)
+    if name not in known.step_gains and (gain := time_steps()) is not None:
+        known.step_gains[name] = gain
+        known.save()
+    return known.step_gains.get(name, MIN_STEP_GAIN) >= MIN_STEP_GAIN
 
 
 def compare_drafts(
@@ -79,7 +143,7 @@ def compare_drafts(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     read: Callable[[PreTrainedModel], list[Agreement]],
-    predicted: Callable[[PreTrainedModel], StepCosts],
+    time_steps: Callable[[], float | None],
 ) -> None:
     """Record how much faster a copy is than the draft itself, on a text that it has drafted for.
 
@@ -88,38 +152,37 @@ def compare_drafts(
         target: the model that has generated it.
         draft: the copy.
         read: records how a draft agrees with the text.
-        predicted: the costs that sizes predict with a draft.
+        time_steps: as in `compare_steps`.
     """
-    state, texts = state_of(draft), planner.known.generations
-    original = None if state.original is None else state.original()
-    if original is None or not planner.measures or texts & (texts - 1):  # after 1, 2, 4, 8 ... texts
-        return
-    both = read(draft), read(original)
-    if not all(both):
+    original, texts, name = original_of(draft), planner.known.generations, state_of(draft).form.name
+    is_due = texts >= FIRST_COMPARISON and not texts & (texts - 1)  # after 2, 4, 8 ... texts
+    if original is None or not planner.measures or not planner.captured or not is_due:
         return
     known = knowledge_of(target, original)
-    gain = copy_gain(planner, known, both, predicted(original))
-    before = known.copy_gains.get(state.form.name, gain)
-    known.copy_gains[state.form.name] = (before + gain) / 2
-    known.generations += gain < 1
-    known.save()
+    if (
+        compare_steps(target, draft, time_steps)
+        and name in known.step_gains
+        and all(both := (read(draft), read(original)))
+    ):
+        gain = copy_gain(planner, both, known.step_gains[name])
+        known.copy_gains[name] = (known.copy_gains.get(name, gain) + gain) / 2
+        known.save()
+    if is_slower(state_of(draft).form, known):
+        state_of(original).copies.pop(state_of(draft).form, None)  # a sampled text makes it again
 
 
-def copy_gain(
-    planner: Planner, known: Knowledge, texts: tuple[Sequence[Agreement], Sequence[Agreement]], predicted: StepCosts
-) -> float:
+def copy_gain(planner: Planner, texts: tuple[Sequence[Agreement], Sequence[Agreement]], step_gain: float) -> float:
     """Return the speed with the copy over that with the draft itself, each with its best plan.
 
     Args:
         planner: of a text with the copy.
-        known: about the pair with the draft itself.
         texts: how the copy and the draft itself agree with the same texts.
-        predicted: the costs that sizes predict with the draft itself.
+        step_gain: how many times faster a step of the copy is.
     """
-    measured = known.factors_in(planner.situation)
-    factors = measured if measured.draft else planner.factors  # the copy was off by as much
+    own = planner.costs()
+    original = replace(own, draft_step=step_gain * own.draft_step, draft_branch=step_gain * own.draft_branch)
     speeds = [
         choose(planner.plans, recorded, costs, planner.captured).tokens_per_second
-        for recorded, costs in zip(texts, (planner.costs(), factors.costs(predicted)))
+        for recorded, costs in zip(texts, (own, original))
     ]
     return speeds[0] / speeds[1]

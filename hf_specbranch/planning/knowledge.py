@@ -62,7 +62,8 @@ class Knowledge:
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
         evaluation_seconds: how long the last evaluation took.
         unplanned_seconds: of generation since then.
-        copy_gains: how many times faster cheaper copies of the draft are, by their form (`draft_choice`).
+        copy_gains: how many times faster texts are with cheaper copies of the draft, by their form (`draft_choice`).
+        step_gains: how many times faster a step of these copies is.
         texts: recordings of agreement on the last texts.
         sizes: of target and draft, counted once.
         file: where all this is kept, if anywhere.
@@ -79,6 +80,7 @@ class Knowledge:
     evaluation_seconds: float = 0.0
     unplanned_seconds: float = 0.0
     copy_gains: dict[str, float] = field(default_factory=dict)
+    step_gains: dict[str, float] = field(default_factory=dict)
     texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))
     sizes: tuple[ModelSize, ModelSize] | None = None
     file: PairFile | None = None
@@ -163,8 +165,8 @@ class Knowledge:
         texts = [_compact(text) for text in self.texts.all() if text.chances]
         counts = {"generations": self.generations, "next_evaluation": self.next_evaluation}
         lists = {"choices": choices, "ratios": ratios, "texts": texts, "copy_gains": self.copy_gains}
-        lists["lengths"] = self.lengths
-        return {"costs": costs, **lists, **counts}
+        further = {"step_gains": self.step_gains, "lengths": self.lengths}
+        return {"costs": costs, **lists, **further, **counts}
 
     def update(self, entries: Entries) -> None:
         """Take over what `to_dict` returned in an earlier process.
@@ -181,11 +183,15 @@ class Knowledge:
         }
         ratios = {SpecBranchConfig.from_dict(plan): _positive(ratio) for plan, ratio in entries.get("ratios", ())}
         texts = [_recording(each) for each in entries.get("texts", ())]
-        copy_gains = {str(name): _positive(gain) for name, gain in entries.get("copy_gains", {}).items()}
+        copy_gains, step_gains = (
+            {str(name): _positive(gain) for name, gain in entries.get(kind, {}).items()}
+            for kind in ("copy_gains", "step_gains")
+        )
         generations, next_evaluation = (int(entries.get(name, 0)) for name in ("generations", "next_evaluation"))
         self.lengths = [_positive(tokens) for tokens in entries.get("lengths", ())]
         self.factors, self.choices, self.ratios = factors, choices, ratios
-        self.generations, self.next_evaluation, self.copy_gains = generations, next_evaluation, copy_gains
+        self.generations, self.next_evaluation = generations, next_evaluation
+        self.copy_gains, self.step_gains = copy_gains, step_gains
         for text in texts:
             self.texts.update(self.texts.begin(), [text])
 
