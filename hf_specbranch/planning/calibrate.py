@@ -103,6 +103,8 @@ class CostFactors:
         if timing.reading > 0 and timing.draft.forwards + timing.branch.forwards > 0:
             _keep(self.reading, timing.reading)
         if timing.overlap:
+            if predicted.hidden == 1 and timing.verify.seconds > 0:
+                self._add_own_devices(timing, predicted)
             self._add_hidden(timing, predicted)
             return self.current_speed
         width = round(timing.verify.positions / timing.verify.forwards)
@@ -123,6 +125,17 @@ class CostFactors:
         """Learn how long captures take, from the first segment of a plan."""
         if timing.capturing > 0 and timing.draft.forwards + timing.branch.forwards > 0:
             _keep(self.capturing, timing.capturing)
+
+    def _add_own_devices(self, timing: SegmentTiming, predicted: StepCosts) -> None:
+        """Learn from overlapped rounds of models on devices of their own: each takes as long as it takes alone."""
+        further = round(timing.verify.positions / timing.verify.forwards) - 1
+        taken = timing.verify.seconds / timing.verify.forwards
+        speed = taken / predicted.pass_seconds(further) / self._pass_factor(further)
+        _keep(self.speed, speed)
+        more = timing.branch.positions - timing.branch.forwards
+        drafting = timing.branch.forwards * predicted.draft_step + more * predicted.draft_branch
+        if drafting and timing.branch.seconds > 0:
+            _keep(self.draft, timing.branch.seconds / drafting / speed)
 
     def _add_hidden(self, timing: SegmentTiming, predicted: StepCosts) -> None:
         """Learn how much time overlap saved, compared with the most that it could have saved."""
