@@ -1,6 +1,7 @@
 """A model whose layers are replaced computes the same, and modules that compute otherwise are not replaced."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -104,6 +105,32 @@ def test_angles_by_type_of_layer(odd):
     assert len(layer_types_of(module)) == (2 if odd is None else 0)
     if odd is None:
         assert module in replacements(model)
+
+
+@pytest.mark.parametrize("part", ["rotary", "norms"])
+def test_module_that_cannot_be_examined_runs_its_own_code(part, caplog):
+    """It raises for what it is given when it is examined, large positions or shifted states, and for nothing else."""
+    model = make("llama")
+    expected = logits_over_branches(model)
+    module = model.model.rotary_emb if part == "rotary" else model.model.norm
+
+    class OddRotary(type(module)):
+        def forward(self, x, position_ids):
+            if position_ids.max() > 500:
+                raise IndexError("too many indices")
+            return super().forward(x, position_ids)
+
+    class OddNorm(type(module)):
+        def forward(self, x):
+            if (x.mean(-1) / x.std(-1)).max() > 0.7:
+                raise IndexError("too many indices")
+            return super().forward(x)
+
+    module.__class__ = OddRotary if part == "rotary" else OddNorm
+    with caplog.at_level(logging.INFO):
+        assert module not in replacements(model)
+    assert len([each for each in caplog.messages if "own code" in each]) == 1
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["glm4", "cohere2", "gpt-neox"])

@@ -74,6 +74,29 @@ def test_delta_networks_are_replaced(name):
         assert joined(sorted(inputs, key=lambda weight: weight.data_ptr())) is not None
 
 
+@pytest.mark.compat
+def test_positions_on_several_axes():
+    """Axes that share their memory are those of a text, and our kernel computes their angles; the module joins others.
+
+    In some releases of transformers this module takes nothing but positions on three axes.
+    """
+    model, calls = copy.deepcopy(plain_model("qwen3_5_text")), []
+    module, x, axes = model.model.rotary_emb, torch.ones(1, 5, 1), torch.arange(15).view(3, 1, 5)
+    given = axes[1].expand(3, 1, 5), axes
+    expected = [module(x, each) for each in given]
+
+    class Counted(type(module)):
+        def forward(self, x, position_ids):
+            calls.append(position_ids)
+            return super().forward(x, position_ids)
+
+    module.__class__ = Counted
+    with torch.no_grad(), fused(model):
+        calls.clear()
+        torch.testing.assert_close([module(x, each) for each in given], expected)
+    assert len(calls) == 1 and calls[0] is axes
+
+
 @pytest.mark.parametrize("name", DELTA_NETWORKS)
 @pytest.mark.parametrize("part", ["dt_bias", "norm", "conv1d"])
 def test_faulty_delta_network_is_not_replaced(name, part):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Container
 from typing import Any, get_args
 
 import torch
@@ -13,25 +16,35 @@ from ..kernels.rotation import Table
 from ..model_state import every_module
 from .base import Replacement
 
+logger = logging.getLogger(__name__)
+
 POSITIONS = 2047 * torch.arange(16)  # of the check
+AXES = 3  # time, height and width, where a text may contain images
 
 
 class AnglesForward(Replacement):
     """Replaces the module that computes cosines and sines of rotary positions.
 
+    Positions may be given on several axes, [axes, B, Q]; some modules take nothing else. If all axes share one memory,
+    the text has no images and one axis tells all.
+
     Args:
         module: the module.
         table: where it puts the angle of pair i, see `Rotation`.
         wide: it returns float32 whatever the dtype of the model is.
+        dims: how many dimensions positions may have, 2 or 3. Others are left to the module.
     """
 
-    def __init__(self, module: Any, table: Table, wide: bool) -> None:
+    def __init__(self, module: Any, table: Table, wide: bool, dims: Container[int] = (2, 3)) -> None:
         super().__init__()
-        self.module, self.table, self.wide = module, table, wide
+        self.module, self.table, self.wide, self.dims = module, table, wide, dims
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        if position_ids.ndim > 2:  # on several axes, which the module joins in a way of its own
-            cos, sin = type(self.module).forward(self.module, x, position_ids)
+        given = position_ids
+        if given.ndim == 3 and len(given) == AXES and given.stride(0) == 0:
+            position_ids = given[0]
+        if given.ndim not in self.dims or position_ids.ndim != 2:  # the module joins different axes in its own way
+            cos, sin = type(self.module).forward(self.module, x, given, *_named(layer_type))
             return cos, sin
         frequencies, scaling = frequencies_of(self.module, layer_type)
         dtype = torch.float32 if self.wide else x.dtype
@@ -65,23 +78,49 @@ def layer_types_of(module: Any) -> list[str | None]:
 @torch.no_grad()
 def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
     """Replace the modules that compute cosines and sines of positions; checked up to large positions."""
-    found: dict[nn.Module, AnglesForward] = {}
     x = model.get_input_embeddings().weight[:1, None]
-    positions = POSITIONS.to(x.device)[None]
-    for module in every_module(model):
-        calls = [(x, positions) if each is None else (x, positions, each) for each in layer_types_of(module)]
-        for table in get_args(Table) if calls else ():
-            try:
-                wide = module(*calls[0])[0].dtype == torch.float32
-                ours = AnglesForward(module, table, wide)
-                error = max(_error(ours(*call), module(*call)) for call in calls)
-            except (TypeError, ValueError, RuntimeError, AttributeError):
-                continue
-            if error <= (1e-5 if wide else 8e-3):  # two units in the last place of bfloat16
-                found[module] = ours
-                break
-    return found
+    found = ((module, _recognise(module, x)) for module in every_module(model) if layer_types_of(module))
+    return {module: ours for module, ours in found if ours is not None}
+
+
+def _recognise(module: nn.Module, x: Tensor) -> AnglesForward | None:
+    """Return a replacement for the positions for which it computes what the module does; None if there are none."""
+    line = POSITIONS.to(x.device)
+    expected = {given: _outputs(module, x, given) for given in (line[None], line.expand(AXES, 1, -1))}
+    wide = any(cos.dtype == torch.float32 for outputs in expected.values() for cos, _ in outputs)
+    for table in get_args(Table):
+        ours = AnglesForward(module, table, wide)
+        if dims := [given.ndim for given, outputs in expected.items() if outputs and _agrees(ours, x, given, outputs)]:
+            return AnglesForward(module, table, wide, dims)
+    logger.info("%s computes rotary angles by its own code", type(module).__name__)
+    return None
+
+
+def _outputs(module: nn.Module, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return cosines and sines by type of layer; nothing if the module does not take such positions."""
+    outputs: list[tuple[Tensor, Tensor]] = []
+    try:
+        for layer_type in layer_types_of(module):
+            cos, sin = module(x, positions, *_named(layer_type))
+            outputs.append((cos, sin))
+    except Exception as error:  # most modules take positions of one shape only
+        logger.debug("%s does not take positions %s: %r", type(module).__name__, list(positions.shape), error)
+        return []
+    return outputs
+
+
+def _agrees(ours: AnglesForward, x: Tensor, positions: Tensor, expected: list[tuple[Tensor, Tensor]]) -> bool:
+    types = layer_types_of(ours.module)
+    error = max(_error(ours(x, positions, each), outputs) for each, outputs in zip(types, expected, strict=True))
+    return error <= (1e-5 if ours.wide else 8e-3)  # two units in the last place of bfloat16
+
+
+def _named(layer_type: str | None) -> tuple[str, ...]:
+    return () if layer_type is None else (layer_type,)
 
 
 def _error(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+    """Return the largest difference; infinity if the shapes differ."""
+    if any(one.shape != other.shape for one, other in zip(got, expected, strict=True)):
+        return math.inf
     return max(float((one.float() - other.float()).abs().max()) for one, other in zip(got, expected, strict=True))

@@ -4,22 +4,24 @@ Candidates are recognised by their submodules (q_proj, k_proj, v_proj, o_proj; g
 and an epsilon; experts and a router; a convolution and a decay). A few tokens then run through the model. What the
 submodules do not tell, such as which dimensions are rotated together, is found by trial. The output of every candidate
 is compared with that of its replacement forward on the same input, and a module that differs is not replaced. No names
-of models or classes are used.
+of models or classes are used. Modules that cannot be examined run their own code.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import override_attention
+from ..kernels.parallel_build import is_dry_run
 from ..model_state import every_module
 from .angles import recognise_angles
 from .attention import AttentionForward, attention_inputs, recognise_attention
@@ -34,6 +36,9 @@ from .product import Tuned
 from .products import product_of
 from .router import Handoff, looks_like_router, recognise_router
 
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 TOKENS = 16  # of the check: kernels compiled for these run up to 16 queries over any cache of a multiple of 16 slots
 
 
@@ -49,28 +54,50 @@ def recognise(
         ahead: what the replacements share during a pass.
         uncapped: the model's attention ignores soft caps and sinks.
     """
-    norms = recognise_norms(calls, ahead)
+    unknown: set[str] = set()
+
+    def examined(what: str, find: Callable[[], Found]) -> Found | None:
+        """Return what is found; None if examining these modules fails, whatever the reason."""
+        try:
+            return find()
+        except Exception as error:
+            if what not in unknown and not is_dry_run():  # what modules compute in a dry run is noise
+                logger.warning("%s of %s: not examined, own code runs: %r", what, type(model).__name__, error)
+            unknown.add(what)
+            return None
+
+    norms = examined("norms", partial(recognise_norms, calls, ahead)) or {}
     forms = {module: forward.form for module, forward in norms.items()}
     candidates: dict[nn.Module, Replacement] = {}
     attentions: dict[nn.Module, list[AttentionForward]] = {}
     handoff = Handoff()
     for module, call in calls.items():
-        if variants := recognise_attention(module, tuned, ahead, forms, uncapped):
+        name = type(module).__name__
+        if variants := examined(name, partial(recognise_attention, module, tuned, ahead, forms, uncapped)):
             attentions[module] = variants
             continue
-        found = (
-            recognise_mlp(module, tuned, ahead)
-            or recognise_router(module, call, tuned, handoff)
-            or recognise_experts(module, handoff)
-            or recognise_mixture(module, call, handoff, ahead)
-            or recognise_delta_net(module, partial(product_of, tuned=tuned), ahead)
-        )
+        found = examined(name, partial(_recognise_module, module, call, tuned, ahead, handoff))
         if found is not None:
             candidates[module] = found
-    replacements: dict[nn.Module, Replacement] = {**norms, **recognise_angles(model), **agreeing(candidates, calls)}
+    angles = examined("rotary angles", partial(recognise_angles, model)) or {}
+    replacements: dict[nn.Module, Replacement] = {**norms, **angles, **agreeing(candidates, calls)}
     replacements |= agreeing_variants(attentions, calls)
     layers = [module for module in calls if looks_like_layer(module)]
-    return replacements | agreeing_variants(recognise_layers(model, layers, forms, ahead), calls)
+    structures = examined("layers", partial(recognise_layers, model, layers, forms, ahead)) or {}
+    return replacements | agreeing_variants(structures, calls)
+
+
+def _recognise_module(
+    module: nn.Module, call: Call, tuned: Tuned, ahead: Ahead, handoff: Handoff
+) -> Replacement | None:
+    """Return a replacement for an MLP, a part of a mixture or a delta network."""
+    return (
+        recognise_mlp(module, tuned, ahead)
+        or recognise_router(module, call, tuned, handoff)
+        or recognise_experts(module, handoff)
+        or recognise_mixture(module, call, handoff, ahead)
+        or recognise_delta_net(module, partial(product_of, tuned=tuned), ahead)
+    )
 
 
 def readers_of_one_input(model: PreTrainedModel) -> list[list[Any]]:
