@@ -28,6 +28,7 @@ latency = importlib.import_module("latency")
 overhead = importlib.import_module("overhead")
 pass_time = importlib.import_module("pass_time")
 predictions = importlib.import_module("predictions")
+recurrent = importlib.import_module("recurrent")
 scaling = importlib.import_module("scaling")
 serving = importlib.import_module("serving")
 
@@ -51,6 +52,14 @@ def test_experts_are_timed_for_each_number_of_tokens(tmp_path, capsys):
     found = json.loads(file.read_text())
     assert [entry["tokens"] for entry in found] == [1, 6] and found[0]["touched"] == 2 < found[1]["touched"] <= 8
     assert all(entry["us"] > 0 for entry in found) and len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_recurrent_model_is_measured_at_a_known_acceptance(tmp_path, capsys):
+    file, sizes = tmp_path / "recurrent.json", ["--context", "16", "--new-tokens", "33", "--repeat", "1"]
+    recurrent.main([*sizes, "--replaced", "0.2", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert found["equal"] and 2.5 < found["mean_acceptance_length"] < 6  # (1 - 0.8 ** 8) / 0.2 is 4.2
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]) == 6
 
 
 # ---- predictions
