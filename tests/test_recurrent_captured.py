@@ -15,8 +15,9 @@ from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.recurrent_cache import RecurrentCache
 from hf_specbranch.runtime.recurrent_modules import owners_of
 
+from .fuzz import RECURRENT
 from .models import config, slowly
-from .test_recurrent import ENDS, assert_equal, attached_pair, plain_model
+from .test_recurrent import ENDS, KINDS, assert_equal, attached_pair, plain_model
 
 DELTA_NETWORKS = ["qwen3_next", "qwen3_5_text"]
 
@@ -147,6 +148,18 @@ def test_captured_on_a_gpu(name, policy, kernels, caplog):
             assert stats.runtime == "graph" and not stats.slowed_by, found
     uses = state_of(model).kernel_checks.values()
     assert not kernels or stats.runtime == "eager" or set(uses) == {"spans"}, found  # captured with our kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name not in (*KINDS, *DELTA_NETWORKS)])
+def test_other_families_are_captured_or_say_why_not(name, kernels, caplog):
+    plain, model, draft = (each.to("cuda") for each in attached_pair(name))
+    settings = config("vanilla", gamma=4, epsilon=0.0, kernels=kernels, runtime="graph")
+    for length in (7, 12):
+        assert_equal(plain, model, draft, settings, **inputs_of(length))
+        stats = model.specbranch_stats
+        assert (stats.runtime == "graph") != bool(stats.slowed_by), (stats.runtime, stats.slowed_by, caplog.messages)
 
 
 class CollectingLinear(torch.nn.Linear):
