@@ -133,12 +133,9 @@ def inputs_of(length):
 @pytest.mark.parametrize("name", [*DELTA_NETWORKS, "falcon_h1", "mamba2", "lfm2"])
 def test_captured_on_a_gpu(name, policy, kernels, caplog):
     plain, model, draft = (each.to("cuda") for each in attached_pair(name))
-    usual = config(policy, gamma=4, epsilon=0.0, kernels=kernels)
-    assert_equal(plain, model, draft, usual)
-    assert model.specbranch_stats.runtime == "eager"  # until graphs of all these families work on a GPU
-    assert 'runtime="graph"' in model.specbranch_stats.slowed_by
+    settings = config(policy, gamma=4, epsilon=0.0, kernels=kernels)
     for length in (7, 12, 9):  # the second and third reuse caches and graphs
-        assert_equal(plain, model, draft, replace(usual, runtime="graph"), **inputs_of(length))
+        assert_equal(plain, model, draft, settings, **inputs_of(length))
         stats = model.specbranch_stats
         found = stats.runtime, stats.slowed_by, state_of(model).kernel_checks, caplog.messages
         if name == "qwen3_next" and stats.runtime == "eager":
@@ -155,7 +152,7 @@ def test_captured_on_a_gpu(name, policy, kernels, caplog):
 @pytest.mark.parametrize("name", [name for name in RECURRENT if name not in (*KINDS, *DELTA_NETWORKS)])
 def test_other_families_are_captured_or_say_why_not(name, kernels, caplog):
     plain, model, draft = (each.to("cuda") for each in attached_pair(name))
-    settings = config("vanilla", gamma=4, epsilon=0.0, kernels=kernels, runtime="graph")
+    settings = config("vanilla", gamma=4, epsilon=0.0, kernels=kernels)
     for length in (7, 12):
         assert_equal(plain, model, draft, settings, **inputs_of(length))
         stats = model.specbranch_stats

@@ -69,9 +69,7 @@ def runner_for(
     masks = masks_for(model, role)
     if reason:  # compressed weights are unpacked by a hook in the first pass, which removes itself
         reason = why_not_captured(model)
-    if not reason and runtime == "auto" and masks.no_masks and model.device.type == "cuda":
-        reason = 'it has recurrent layers, which are captured only with runtime="graph"'
-    elif reason and runtime != "auto":
+    if reason and runtime != "auto":
         raise ValueError(f"runtime={runtime!r} cannot run the {role} {type(model).__name__}: {reason}")
     if reason and model.device.type == "cuda":
         _warn_once(model, role, reason)
