@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.delta_net import DeltaNetForward
@@ -16,6 +17,7 @@ from hf_specbranch.runtime.recurrent_cache import RecurrentCache
 from hf_specbranch.runtime.recurrent_modules import owners_of
 
 from .fuzz import RECURRENT
+from .kernels import DEVICE
 from .models import config, slowly
 from .test_recurrent import ENDS, KINDS, assert_equal, attached_pair, plain_model
 
@@ -157,6 +159,17 @@ def test_other_families_are_captured_or_say_why_not(name, kernels, caplog):
         assert_equal(plain, model, draft, settings, **inputs_of(length))
         stats = model.specbranch_stats
         assert (stats.runtime == "graph") != bool(stats.slowed_by), (stats.runtime, stats.slowed_by, caplog.messages)
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+def test_row_that_ends_while_the_next_round_is_in_flight(request):
+    """The next round begins after its whole draft, which was accepted; then the row goes back to its end."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("graph_runners")
+    plain, model, draft = (each.to(DEVICE) for each in attached_pair("olmo_hybrid"))
+    settings = config("vanilla", gamma=4, epsilon=0.0, kernels=True, runtime="graph")
+    assert_equal(plain, model, draft, settings, max_new_tokens=8, **inputs_of(7))
+    assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
 
 
 class CollectingLinear(torch.nn.Linear):

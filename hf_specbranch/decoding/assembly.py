@@ -92,7 +92,9 @@ class Assembly(Sources):
         self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
-        runner.cache.keep_states(longest + 2)  # before a stage is captured, which contains where they are
+        # Before a stage is captured, which contains where they are. A round may be in flight when the host finds that a
+        # row has ended in the round before: the row goes back by up to two passes.
+        runner.cache.keep_states((2 if runner.captures else 1) * (longest + 1) + 1)
         if draft_runner is not None:  # a draft is rolled back over all that was drafted, ahead of the target too
             draft_runner.cache.keep_states(2 * longest + 8)
         self.capacity = runner.columns(self.reach)  # columns of the text
