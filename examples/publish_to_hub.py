@@ -19,6 +19,7 @@ from hf_specbranch.heads.files import CARD, model_card
 from hf_specbranch.heads.hub import repository_name
 
 CUSTOM_GENERATE = Path(__file__).parent / "custom_generate"
+TRAINED = Path(__file__).parent / "heads"  # of pairs that are not embedded
 
 
 def repositories(namespace: str, heads: list[Path], work: Path) -> dict[str, Path]:
@@ -43,11 +44,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--namespace", required=True, help="user or organisation on the Hub")
     parser.add_argument("--head", type=Path, action="append", default=[], help="folder of a head; may be repeated")
-    parser.add_argument("--no-demo-head", action="store_true", help="leave out the head of the embedded weak pair")
+    parser.add_argument("--no-own-heads", action="store_true", help="leave out the heads that come with the project")
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--upload", action="store_true", help="really do it")
     args = parser.parse_args(argv)
-    heads = ([] if args.no_demo_head else [DEMO_PAIR / "weak_head"]) + args.head
+    own = [DEMO_PAIR / "weak_head", *sorted(TRAINED.iterdir())]
+    heads = ([] if args.no_own_heads else own) + args.head
     with tempfile.TemporaryDirectory() as work:
         for repo_id, folder in repositories(args.namespace, heads, Path(work)).items():
             files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -229,7 +229,8 @@ def test_everything_is_published_to_a_namespace(hub, head, tmp_path, capsys, mon
     publish([*words, "--upload"])
     target, draft = head.config.target.id, head.config.draft.id
     name, demo = f"me/{target}-with-{draft}-length-head", "me/demo_pair-target-with-demo_pair-weak-length-head"
-    assert set(hub.repositories) == {"me/specbranch", name, demo}
+    real = "me/Qwen2.5-Coder-1.5B-Instruct-with-Qwen2.5-Coder-0.5B-Instruct-length-head"
+    assert set(hub.repositories) == {"me/specbranch", name, demo, real}
     files = hub.repositories["me/specbranch"].files("main")
     assert {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"} <= set(files)
     assert b'custom_generate="me/specbranch"' in files["README.md"]
