@@ -10,11 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench import grow
 from hf_specbranch.model_state import state_of
-from hf_specbranch.planning import StepCosts
+from hf_specbranch.planning import StepCosts, draft_choice
 from hf_specbranch.planning.agreement import ABSENT, typical_agreement
 from hf_specbranch.planning.calibrate import CostFactors
 from hf_specbranch.planning.chooser import plans_within
 from hf_specbranch.planning.draft_choice import (
+    FIRST_COMPARISON,
     DraftForm,
     compare_drafts,
     copy_gain,
@@ -59,7 +60,7 @@ def test_copy_is_judged_by_speed_and_acceptance():
     ("step_gain", "spoiled", "stays"), [(2.0, False, True), (1.03, False, False), (2.0, True, False)]
 )
 def test_copy_that_does_not_pay_is_given_up(pair, step_gain, spoiled, stays):
-    """Steps must be 5% faster, and so must texts: after the second one the draft itself reads the same text."""
+    """Steps must be 5% faster, and so must texts: after some of them the draft itself reads the same text."""
     target, draft, form = pair[0], copy.deepcopy(pair[1]), DraftForm("int8")
     twin, good, timed = copy_of(draft, form), typical_agreement(5), []
     bad = replace(good, rank=(ABSENT,) * len(good.rank))
@@ -70,11 +71,11 @@ def test_copy_that_does_not_pay_is_given_up(pair, step_gain, spoiled, stays):
         compare_drafts(planned, target, twin, read, lambda: timed.append(1) or step_gain)
         return is_slower(form, knowledge_of(target, draft))
 
-    planned.known.generations = 1
-    assert not compare() and not timed  # one text may be the only one
-    planned.known.generations = 2
+    planned.known.generations = FIRST_COMPARISON // 2
+    assert not compare() and not timed  # the pair may be on trial
+    planned.known.generations = FIRST_COMPARISON
     assert compare() is not stays and (form in state_of(draft).copies) is stays
-    planned.known.generations = 4
+    planned.known.generations = 2 * FIRST_COMPARISON
     assert compare() is not stays and len(timed) == 1
     kept = Knowledge()
     kept.update(knowledge_of(target, draft).to_dict())
@@ -125,8 +126,9 @@ def test_steps_of_both_are_timed(graph_runners, pair):
         assert step_gain(runner, draft, settings, rows=1, used=1 << 20) is None  # there is no slot that is not used
 
 
-def test_texts_do_not_depend_on_the_comparison(graph_runners, pair):
+def test_texts_do_not_depend_on_the_comparison(graph_runners, pair, monkeypatch):
     """The copy is compared after the second call, in the memory that the next call reuses."""
+    monkeypatch.setattr(draft_choice, "FIRST_COMPARISON", 2)
     target, draft = pair[0], copy.deepcopy(pair[1])
     compare, counts = Comparison(target, copy_of(draft, DraftForm("int8")), runtime="graph"), []
     for seed in range(3):

@@ -32,7 +32,9 @@ SMALLEST_DRAFT = 100_000_000  # parameters; a step of a smaller draft is bound b
 LARGEST_SHARE = 0.6  # of the draft's bytes, that a step of a copy may read
 MOST_ROWS = 4  # of a batch: more are read by other kernels, and a step is less bound by the bytes of the weights
 MIN_STEP_GAIN = 1.05  # how many times faster a step of a copy must be to be worth its memory
-FIRST_COMPARISON = 2  # texts; then each time their number has doubled
+# Texts until both are compared, then each time their number has doubled. The draft itself then needs kernels and graphs
+# of its own, which take seconds on a new machine: a pair that is only tried out need not wait for them.
+FIRST_COMPARISON = 32
 
 
 def draft_of_call(
@@ -155,7 +157,7 @@ def compare_drafts(
         time_steps: as in `compare_steps`.
     """
     original, texts, name = original_of(draft), planner.known.generations, state_of(draft).form.name
-    is_due = texts >= FIRST_COMPARISON and not texts & (texts - 1)  # after 2, 4, 8 ... texts
+    is_due = texts >= FIRST_COMPARISON and not texts & (texts - 1)  # after 32, 64 ... texts
     if original is None or not planner.measures or not planner.captured or not is_due:
         return
     known = knowledge_of(target, original)
