@@ -133,6 +133,21 @@ def test_module_that_cannot_be_examined_runs_its_own_code(part, caplog):
     torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_lack_of_memory_is_no_reason_to_run_own_code():
+    """Graphs and caches are freed, and the model is examined again."""
+    model = make("llama")
+
+    class Large(type(model.model.norm)):
+        def forward(self, x):
+            if (x.mean(-1) / x.std(-1)).max() > 0.7:  # when it is examined
+                raise torch.OutOfMemoryError
+            return super().forward(x)
+
+    model.model.norm.__class__ = Large
+    with pytest.raises(torch.OutOfMemoryError):
+        replacements(model)
+
+
 @pytest.mark.parametrize("family", ["glm4", "cohere2", "gpt-neox"])
 @pytest.mark.parametrize("part", ["attention", "mlp", "layer"])
 def test_faulty_module_of_any_structure_is_not_replaced(family, part):

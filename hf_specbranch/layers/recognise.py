@@ -57,9 +57,11 @@ def recognise(
     unknown: set[str] = set()
 
     def examined(what: str, find: Callable[[], Found]) -> Found | None:
-        """Return what is found; None if examining these modules fails, whatever the reason."""
+        """Return what is found; None if examining these modules fails for any reason but a lack of memory."""
         try:
             return find()
+        except torch.OutOfMemoryError:  # whoever runs the model frees some and tries again
+            raise
         except Exception as error:
             if what not in unknown and not is_dry_run():  # what modules compute in a dry run is noise
                 logger.warning("%s of %s: not examined, own code runs: %r", what, type(model).__name__, error)
