@@ -1,3 +1,4 @@
+import gc
 import os
 import traceback
 
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def pytest_collection_finish():
+    """Leave what is imported by now to the end of the process: to go through it takes most of a collection's time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
