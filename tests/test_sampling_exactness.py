@@ -10,11 +10,23 @@ from hf_specbranch.decoding import acceptance as acceptance_module
 from hf_specbranch.decoding import drafter as drafter_module
 from hf_specbranch.decoding import verifier as verifier_module
 
-from .models import config, pairs
-from .sampling import FEWER_SAMPLES, SAMPLES, SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
+from .models import config, pairs, slowly
+from .sampling import (
+    FEWER_SAMPLES,
+    FEWEST_SAMPLES,
+    QUICK_SAMPLES,
+    SAMPLES,
+    SMALLEST_P,
+    draw,
+    exact_distribution,
+    p_value,
+    sampling_pair,
+)
 
 DRAFTING = ("greedy", "sample")
-SAMPLED_QUICKLY = (pytest.param("greedy", marks=pytest.mark.slow), "sample")
+# Variations of the policies: quickly with sampled drafts, and with more samples and both ways to draft.
+VARIED = (("sample", QUICK_SAMPLES), *(slowly(each, FEWER_SAMPLES) for each in DRAFTING))
+varied = pytest.mark.parametrize(("drafting", "samples"), VARIED)
 
 
 def assert_exact(settings, **run):
@@ -29,26 +41,23 @@ def assert_biased(settings, **run):
     assert p_value(draw(settings, books_balance=False, **run), expected) < SMALLEST_P
 
 
-@pytest.mark.parametrize("samples", [FEWER_SAMPLES, pytest.param(SAMPLES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", [FEWER_SAMPLES, slowly(SAMPLES)])
 @pytest.mark.parametrize(("policy", "drafting"), pairs(["vanilla", "pearl", "specbranch"], DRAFTING))
 def test_every_policy_samples_from_the_target(policy, drafting, samples):
     assert_exact(config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting), samples=samples)
 
 
-@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
-def test_branches_for_corrections_leave_the_distribution_alone(drafting):
+@varied
+def test_branches_for_corrections_leave_the_distribution_alone(drafting, samples):
     settings = config("specbranch", gamma=2, k=3, epsilon=0.2, draft_sampling=drafting, max_rejection_branches=4)
-    assert_exact(settings, samples=FEWER_SAMPLES)
+    assert_exact(settings, samples=samples)
 
 
-@pytest.mark.parametrize(
-    ("policy", "rejection_branches"),
-    [("vanilla", 0), pytest.param("specbranch", 0, marks=pytest.mark.slow), ("specbranch", 4)],
-)
-@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
-def test_tree_leaves_leave_the_distribution_alone(drafting, policy, rejection_branches):
+@pytest.mark.parametrize(("policy", "rejection_branches"), [("vanilla", 0), slowly("specbranch", 0), ("specbranch", 4)])
+@varied
+def test_tree_leaves_leave_the_distribution_alone(drafting, samples, policy, rejection_branches):
     more = {"draft_sampling": drafting, "max_rejection_branches": rejection_branches, "tree_leaves": 4}
-    assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=15_000)
+    assert_exact(config(policy, gamma=2, k=3, epsilon=0.0, **more), samples=samples)
 
 
 @pytest.mark.slow
@@ -69,29 +78,34 @@ def test_a_bonus_token_chosen_by_the_draft_is_noticed(monkeypatch):
 
 
 def test_the_autoregressive_policy_samples_from_the_target():
-    assert_exact(config("autoregressive"), samples=10_000)
+    assert_exact(config("autoregressive"), samples=QUICK_SAMPLES)
 
 
-@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
-def test_fixed_length_drafts_sample_from_the_target(drafting):
-    assert_exact(config("vanilla", gamma=3, epsilon=0.0, draft_sampling=drafting), samples=15_000)
+@varied
+def test_fixed_length_drafts_sample_from_the_target(drafting, samples):
+    assert_exact(config("vanilla", gamma=3, epsilon=0.0, draft_sampling=drafting), samples=samples)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
-def test_the_sequential_loop_samples_from_the_target(drafting):
+@pytest.mark.matrix
+@varied
+def test_the_sequential_loop_samples_from_the_target(drafting, samples):
     settings = config("specbranch", gamma=1, k=4, epsilon=0.4, draft_sampling=drafting, overlap=False)
-    assert_exact(settings, samples=15_000)
+    assert_exact(settings, samples=samples)
 
 
-@pytest.mark.parametrize("drafting", SAMPLED_QUICKLY)
 @pytest.mark.parametrize(
-    "policy", ["vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pearl", "specbranch"))]
+    ("policy", "drafting", "samples"),
+    [
+        ("vanilla", "sample", FEWEST_SAMPLES),
+        *(slowly(policy, drafting, 6_000) for policy in ("vanilla", "pearl", "specbranch") for drafting in DRAFTING),
+    ],
 )
-def test_processors_shape_the_distribution_as_in_plain_generate(policy, drafting):
+def test_processors_shape_the_distribution_as_in_plain_generate(policy, drafting, samples):
+    """Few samples: processors that read the text run row by row."""
     processors = [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)]
     settings = config(policy, gamma=2, k=3, epsilon=0.5, draft_sampling=drafting)
-    assert_exact(settings, processors=processors, samples=6_000)
+    assert_exact(settings, processors=processors, samples=samples)
 
 
 class FavourRepeats(LogitsProcessor):
@@ -101,8 +115,9 @@ class FavourRepeats(LogitsProcessor):
         return scores.scatter_add(1, input_ids[:, -1:], torch.ones_like(input_ids[:, -1:], dtype=scores.dtype))
 
 
-def test_a_users_processor_shapes_the_distribution_as_in_plain_generate():
-    assert_exact(config("specbranch", gamma=2, k=3, epsilon=0.5), processors=[FavourRepeats()], samples=15_000)
+@pytest.mark.parametrize("samples", [QUICK_SAMPLES, slowly(FEWER_SAMPLES)])
+def test_a_users_processor_shapes_the_distribution_as_in_plain_generate(samples):
+    assert_exact(config("specbranch", gamma=2, k=3, epsilon=0.5), processors=[FavourRepeats()], samples=samples)
 
 
 class Whimsical(SpeculationHook):
@@ -120,10 +135,10 @@ class Whimsical(SpeculationHook):
         return torch.where(odd | unsure, 0, survivor.length)
 
 
-@pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
-def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting):
+@varied
+def test_hooks_that_cut_chains_leave_the_distribution_alone(drafting, samples):
     settings = config("specbranch", gamma=2, k=3, epsilon=0.3, draft_sampling=drafting)
-    assert_exact(settings, hooks=[Whimsical()], samples=FEWER_SAMPLES)
+    assert_exact(settings, hooks=[Whimsical()], samples=samples)
 
 
 @pytest.mark.parametrize("prediction", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
@@ -132,13 +147,15 @@ def test_a_length_head_leaves_the_distribution_alone(prediction):
         return torch.full_like(survivor.length, prediction)
 
     settings = config("specbranch", gamma=2, k=3, epsilon=0.5, draft_sampling="sample", length_head=head)
-    assert_exact(settings, samples=10_000)
+    assert_exact(settings, samples=QUICK_SAMPLES)
 
 
 # ---- the test must be able to fail
 
 
-@pytest.mark.parametrize(("samples", "shift"), [(SAMPLES, 0.02), (FEWER_SAMPLES, 0.03)])
+@pytest.mark.parametrize(
+    ("samples", "shift"), [(SAMPLES, 0.02), (FEWER_SAMPLES, 0.03), (QUICK_SAMPLES, 0.04), (FEWEST_SAMPLES, 0.07)]
+)
 def test_a_small_bias_is_noticed(samples, shift):
     model, _ = sampling_pair()
     expected = exact_distribution(model)
@@ -158,7 +175,7 @@ def test_a_residual_that_is_not_normalised_is_noticed(monkeypatch):
         return rest
 
     monkeypatch.setattr(acceptance_module, "residual", unnormalised)
-    assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"), samples=FEWER_SAMPLES)
+    assert_biased(config("vanilla", gamma=2, epsilon=0.0, draft_sampling="sample"), samples=QUICK_SAMPLES)
 
 
 @pytest.mark.parametrize("drafting", DRAFTING)
