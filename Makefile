@@ -13,21 +13,23 @@ JOBS ?= 2
 # A file stays in one process, so that its fixtures run once. Files start in order: by default those with the fewest tests
 # come last, and some of these take the longest.
 SHARED := --dist loadfile --no-loadscope-reorder
+# What `make test` runs against the oldest transformers; `make matrix` runs the other compat tests too.
+SUBSET ?= compat and not slow and not matrix
 # Bytecode is written even where the caller's environment says otherwise: the test processes share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all matrix dist ready lint docs clean
+.PHONY: demo test test-all matrix dist lint oldest docs clean
 
 demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
 	$(BIN)/python examples/demo.py
 
-test: ready  ## lint, types, the suite on the newest transformers, a subset on the oldest
+test: $(VENV)/.ready  ## lint, types, a subset on the oldest transformers, the suite on the newest
+	$(MAKE) --no-print-directory -j 2 lint oldest
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED) -m "not slow"
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m "compat and not slow"
 
-test-all: ready  ## the same, with the long tests
+test-all: $(VENV)/.ready  ## the same, with the long tests
+	$(MAKE) --no-print-directory -j 2 lint oldest SUBSET=compat
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED)
-	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m compat
 
 matrix: $(VENV)/.ready  ## the tests for several releases of transformers, each in its own environment
 	@for release in $(RELEASES); do \
@@ -42,21 +44,23 @@ dist: $(VENV)/.ready  ## the wheel and the source archive, checked
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-ready:  ## both environments; lint runs while the second one is made
-	$(MAKE) --no-print-directory -j 2 lint $(COMPAT)/.ready
-
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+oldest: $(COMPAT)/.ready  ## the tests of a subset on the oldest transformers
+	$(COMPAT)/bin/python -m pytest -n $(JOBS) $(SHARED) -m "$(SUBSET)"
+
 docs: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# --no-compile: pip would compile every file of every package, which takes longer than to install them. Python compiles
+# those that are imported.
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)" -e ".[test,plot]"
+	$(BIN)/python -m pip install -q --no-compile "$(TORCH)" -e ".[test,plot]"
 	touch $@
 
 # All packages of the first environment, except transformers and what it needs in other versions.
@@ -64,7 +68,7 @@ $(COMPAT)/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv --clear --without-pip $(COMPAT)
 	$(BIN)/python -c "from sysconfig import get_path; print(f'import site; site.addsitedir({get_path(\"purelib\")!r})')" \
 		> $$($(COMPAT)/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/newest.pth
-	$(BIN)/python -m pip --python $(COMPAT) install -q "transformers==$(OLDEST)"
+	$(BIN)/python -m pip --python $(COMPAT) install -q --no-compile "transformers==$(OLDEST)"
 	touch $@
 
 clean:
