@@ -1,23 +1,20 @@
+"""Fixtures and hooks. torch is imported where it is used: the process that only starts test processes needs none."""
+
 import gc
 import os
 import traceback
 
 import pytest
-import torch
-
-from hf_specbranch.runtime.eager import EagerRunner
-from hf_specbranch.runtime.static_buffers import Buffers
-
-from .graphs import run_graphs_on_cpu
-from .models import llama, noisy_copy
 
 os.environ["HF_SPECBRANCH_CACHE"] = "off"  # no test depends on what an earlier one has learned
-torch.set_num_threads(1)  # tiny models: threads cost more than they bring
 # oneDNN takes five times as long for tiny products on some CPUs. These files run with it, as users do.
 WITH_ONEDNN = {"test_greedy_exactness", "test_sampling_exactness", "test_precision", "test_generate_contract"}
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
+    torch.set_num_threads(1)  # tiny models: threads cost more than they bring
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
@@ -40,6 +37,8 @@ def pytest_runtest_call(item):
 
 def stop_if_the_device_is_lost(test):
     """After a device-side assert nothing runs in this process: later tests would fail, or the process would abort."""
+    import torch
+
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -53,18 +52,25 @@ def stop_if_the_device_is_lost(test):
 
 @pytest.fixture(scope="session")
 def target():
+    from .models import llama
+
     return llama(seed=0)
 
 
 @pytest.fixture(scope="session")
 def draft(target):
     """A draft that agrees with the target often, not always."""
+    from .models import noisy_copy
+
     return noisy_copy(target, noise=0.25, seed=1)
 
 
 @pytest.fixture
 def static_stages(monkeypatch):
     """Static shapes in all stages, as where they are captured; here the stages run eagerly."""
+    from hf_specbranch.runtime.eager import EagerRunner
+    from hf_specbranch.runtime.static_buffers import Buffers
+
     monkeypatch.setattr(EagerRunner, "captures", True)
     monkeypatch.setattr(EagerRunner, "buffers", lambda self, settings: Buffers(self.device, static_shapes=True))
 
@@ -72,17 +78,23 @@ def static_stages(monkeypatch):
 @pytest.fixture
 def graph_runners(monkeypatch):
     """Runners as on a GPU; see `graphs.run_graphs_on_cpu`."""
+    from .graphs import run_graphs_on_cpu
+
     run_graphs_on_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def stranger():
     """A draft that hardly ever agrees."""
+    from .models import llama
+
     return llama(seed=7)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny_products(request):
+    import torch
+
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = request.module.__name__.rpartition(".")[2] in WITH_ONEDNN
     yield
