@@ -44,7 +44,7 @@ def pair():
 def test_greedy_text_is_that_of_plain_generate(pair, weights, shortlist, runtime, policy, request):
     if runtime == "graph":
         request.getfixturevalue("graph_runners")
-    compare = Comparison(*pair, runtime=runtime, draft_weights=weights, draft_shortlist=shortlist)
+    compare = Comparison(*pair, new_tokens=12, runtime=runtime, draft_weights=weights, draft_shortlist=shortlist)
     for each, rows in (("specbranch", 3), (policy, 1)):
         compare(tokens(9, rows=rows), {"policy": each})
         stats = compare.stats
@@ -184,14 +184,14 @@ def test_calls_at_a_time_have_shortlists_of_their_own(pair):
     model, draft = attached(pair[0]), copy.deepcopy(pair[1])
     settings = config("vanilla", draft_sampling="sample", draft_weights="int8", draft_shortlist=6)
 
-    def generate(seed, meanwhile=lambda: None):
-        more = {"do_sample": True, "top_k": 0, "temperature": 4.0, "max_new_tokens": 24}
+    def generate(seed, meanwhile=lambda: None, new_tokens=16):
+        more = {"do_sample": True, "top_k": 0, "temperature": 4.0, "max_new_tokens": new_tokens}
         return model.generate(
             **prompt(seed=seed), **more, assistant_model=draft, specbranch=settings,
             generator=torch.Generator().manual_seed(seed), streamer=Meanwhile(meanwhile),
         )  # fmt: skip
 
-    assert torch.equal(generate(1), generate(1, lambda: generate(2)))
+    assert torch.equal(generate(1), generate(1, lambda: generate(2, new_tokens=4)))
     first, second = state_of(draft).copies[DraftForm("int8", 6)][1]
     layers = [each.model.layers[0].mlp.up_proj for each in (first, second)]
     assert layers[0] is not layers[1] and layers[0].weight is layers[1].weight
