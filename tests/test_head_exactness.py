@@ -39,7 +39,7 @@ def balanced_head(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_output_stays_the_targets(kind, target, draft):
-    model, inputs = attached(target), {**prompt(3), "max_new_tokens": 40, "do_sample": False}
+    model, inputs = attached(target), {**prompt(3), "max_new_tokens": 24, "do_sample": False}
     head = random_head(target, draft, **KINDS[kind])
     out = model.generate(**inputs, assistant_model=draft, specbranch=config(), length_head=head)
     assert torch.equal(out, target.generate(**inputs))
@@ -81,9 +81,9 @@ def test_discarding_held_back_tokens_is_noticed(monkeypatch):
 def test_the_shipped_heads_leave_greedy_output_alone(name):
     target, draft, tokenizer, head = load_demo_pair(name, head=True)
     batch = tokenizer([p.prompt for p in python_prompts()[:2]], return_tensors="pt", padding=True)
-    plain = target.generate(**batch, do_sample=False, max_new_tokens=24)
+    plain = target.generate(**batch, do_sample=False, max_new_tokens=16)
     model = specbranch(target, draft=draft, head=head)
-    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=24), plain)
+    assert torch.equal(model.generate(**batch, do_sample=False, max_new_tokens=16), plain)
     assert_counts_add_up(model.specbranch_stats)
 
 

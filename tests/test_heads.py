@@ -358,7 +358,7 @@ def test_auto_takes_the_head_that_comes_with_the_package(monkeypatch):
 def test_evaluation_measures_every_method(target, draft, tokenizer, data):
     head = train(data, TrainSettings(epochs=3, layer_sizes=(16, 8), match_size=4), progress=False).head
     unseen = [Prompt("x", "zyxwvu"), Prompt("y", "ponmlk")]
-    settings = EvalSettings(max_new_tokens=16, batch_size=2)
+    settings = EvalSettings(max_new_tokens=8, batch_size=2)
     result = evaluate(head, target, draft, tokenizer, unseen, data / "unseen.jsonl", settings, progress=False)
     assert [run["method"] for run in result["runs"][:5]] == [
         "vanilla, fixed length",
