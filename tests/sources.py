@@ -63,7 +63,7 @@ class DraftSourceTests:
     def test_sampled_text_has_the_targets_distribution(self):
         assert self.sampling_p_value() > SMALLEST_P
 
-    def sampling_p_value(self, samples=12_000):
+    def sampling_p_value(self, samples=sampling.QUICK_SAMPLES):
         model, draft = sampling_pair()
         counts = draw_with(model, self.arguments(draft), samples)
         assert model.specbranch_stats.sources[self.source]["drafted"] > 0

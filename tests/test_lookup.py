@@ -18,7 +18,7 @@ from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_l
 
 from .kernels import DEVICE, on_kernels
 from .models import attached, prompt
-from .sampling import SMALLEST_P
+from .sampling import QUICK_SAMPLES, SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -46,7 +46,7 @@ class TestLookup(DraftSourceTests):
             return honest(choices, draft_tokens, length, branches, at)
 
         monkeypatch.setattr(verifier, "accept_choices", generous)
-        assert self.sampling_p_value(samples=6_000) < SMALLEST_P
+        assert self.sampling_p_value(samples=3_000) < SMALLEST_P
         target, draft = repetitive_pair()
         out, _, asked = self.generated(2, target, draft, do_sample=False)
         assert not torch.equal(out, target.generate(**asked))
@@ -101,7 +101,7 @@ class TestLookupBesideBranches(TestLookup):
     def test_greedy_text_is_that_of_plain_generate(self, static, request):
         super().test_greedy_text_is_that_of_plain_generate(static, 1, request)
 
-    def sampling_p_value(self, samples=12_000):
+    def sampling_p_value(self, samples=QUICK_SAMPLES):
         pytest.skip("one row at a time takes too long")
 
     def test_accepting_without_a_look_at_the_target_is_noticed(self):
