@@ -40,7 +40,7 @@ COUNTS = (
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, monkeypatch):
     model = attached(target)
-    kwargs = {**prompt(rows), "max_new_tokens": 24, "do_sample": False}
+    kwargs = {**prompt(rows), "max_new_tokens": 16, "do_sample": False}
     for gamma, epsilon, rejection_branches, tree_leaves in ((4, 0.4, 0, 0), (3, 0.0, 5, 4), (1, 0.9, 2, 1)):
         settings = config(
             policy, gamma=gamma, epsilon=epsilon, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves
@@ -145,7 +145,7 @@ def test_length_head_runs_inside_the_stage(monkeypatch):
     target, draft, tokenizer, head = load_demo_pair(draft="weak", head=True)
     model = attached(target)
     inputs = tokenizer(python_prompts()[3].prompt, return_tensors="pt")
-    kwargs = {**inputs, "max_new_tokens": 24, "do_sample": False, "length_head": head}
+    kwargs = {**inputs, "max_new_tokens": 16, "do_sample": False, "length_head": head}
     (out, stats), (expected, counts) = both(
         model, draft, monkeypatch, **kwargs, specbranch={"policy": "specbranch", "max_draft_length": 8}
     )
