@@ -17,7 +17,7 @@ from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.target_heads.loading import block_draft
 
 from . import sources
-from .models import assert_counts_add_up, attached, llama, prompt
+from .models import assert_counts_add_up, attached, llama, pairs, prompt, slowly
 from .sampling import SMALLEST_P, sampling_pair
 from .sources import DraftSourceTests
 from .target_heads import (
@@ -115,11 +115,11 @@ class TestEagle3(HeadTests):
 BRANCHES = dict(gamma=2, tree_leaves=2, max_rejection_branches=2, max_branches=2, confidence_threshold=0.4)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-@pytest.mark.parametrize(("policy", "more"), [("pearl", {}), ("specbranch", BRANCHES), ("auto", {})])
-def test_every_policy_keeps_the_text(static, policy, more, request):
-    if static:
+@pytest.mark.parametrize(("policy", "stages"), pairs(["pearl", "specbranch", "auto"], ["eager", "static"]))
+def test_every_policy_keeps_the_text(policy, stages, request):
+    if stages == "static":
         request.getfixturevalue("static_stages")
+    more = BRANCHES if policy == "specbranch" else {}
     target, head = target_and_eagle3()
     asked, model = {**prompt(2, 12, vocabulary=12), **GREEDY}, attached(target)
     out = model.generate(**asked, assistant_model=head, specbranch=settings(policy, **more))
@@ -148,17 +148,27 @@ def watch_proposals(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+MAKERS = {"EAGLE-3": target_and_eagle3, "MTP": target_and_mtp, "DFlash": target_and_block_draft}
+
+
 @pytest.mark.parametrize(
-    ("pair", "leaves"),
-    [(target_and_eagle3, 0), (target_and_eagle3, 3), (target_and_mtp, 3), (target_and_block_draft, 3)],
-    ids=["EAGLE-3", "EAGLE-3 with leaves", "MTP with leaves", "DFlash with leaves"],
-)  # fmt: skip
-def test_drafts_are_those_of_the_head_alone(static, pair, leaves, request, monkeypatch):
+    ("kind", "leaves", "stages"),
+    [
+        ("EAGLE-3", 0, "eager"),
+        ("EAGLE-3", 3, "static"),
+        ("MTP", 3, "eager"),
+        ("DFlash", 3, "static"),
+        slowly("EAGLE-3", 0, "static"),
+        slowly("EAGLE-3", 3, "eager"),
+        slowly("MTP", 3, "static"),
+        slowly("DFlash", 3, "eager"),
+    ],
+)
+def test_drafts_are_those_of_the_head_alone(kind, leaves, stages, request, monkeypatch):
     """Also after rejections, accepted leaves and padding: up to the end of the text every state is the target's."""
-    if static:
+    if stages == "static":
         request.getfixturevalue("static_stages")
-    target, head = pair()
+    target, head = MAKERS[kind]()
     proposals = watch_proposals(monkeypatch)
     model = attached(target)
     model.generate(
@@ -225,6 +235,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_a_folder_is_loaded_by_its_config(folder):
     path, target = folder
     model = specbranch(target, draft=str(path))
@@ -301,6 +312,7 @@ def checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("asked", ["draft", "use_mtp"])
 def test_layers_come_from_the_checkpoint(checkpoint, asked, monkeypatch):
     target, head = checkpoint
@@ -339,6 +351,7 @@ def test_a_target_without_layers_says_so():
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_a_block_draft_is_recognised(tmp_path):
     """By its config in a folder, or as transformers takes it."""
     target, _ = small_target()
