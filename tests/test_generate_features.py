@@ -39,7 +39,7 @@ def model(target):
 
 def both(target, model, draft, inputs, policy="specbranch", **kwargs):
     """Plain and speculative output for the same arguments."""
-    kwargs = {"max_new_tokens": 20, "do_sample": False, **kwargs}
+    kwargs = {"max_new_tokens": 16, "do_sample": False, **kwargs}
     expected = target.generate(**inputs, **copy.deepcopy(kwargs))
     got = model.generate(**inputs, **copy.deepcopy(kwargs), assistant_model=draft, specbranch=config(policy))
     assert_counts_add_up(model.specbranch_stats)
@@ -103,6 +103,7 @@ class Witness(LogitsProcessor):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
 def test_stateful_processor_sees_plain_prefixes(policy, rows, target, model, draft):
     ours, plain = Witness(), Witness()
@@ -139,10 +140,10 @@ class SilentCounter(Counter):
 @pytest.mark.parametrize("policy", SPECULATIVE)
 def test_a_processor_that_can_fork_guides_the_draft_too(policy, target, model, draft):
     inputs, rates = prompt(), {}
-    expected = target.generate(**inputs, max_new_tokens=40, do_sample=False, logits_processor=[Counter()])
+    expected = target.generate(**inputs, max_new_tokens=24, do_sample=False, logits_processor=[Counter()])
     for kind in (Counter, SilentCounter):
         got = model.generate(
-            **inputs, max_new_tokens=40, do_sample=False, logits_processor=[kind()], assistant_model=draft,
+            **inputs, max_new_tokens=24, do_sample=False, logits_processor=[kind()], assistant_model=draft,
             specbranch=config(policy, epsilon=0.0),
         )  # fmt: skip
         assert torch.equal(got, expected)
