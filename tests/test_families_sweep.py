@@ -53,6 +53,7 @@ def test_text_is_equal(name):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", first_quick(IMAGES))
 def test_texts_and_images_are_equal(name):
     result = try_family(family(name))
@@ -61,6 +62,7 @@ def test_texts_and_images_are_equal(name):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", first_quick(SEVERAL_AXES))
 def test_positions_of_several_axes_are_equal_or_refused(name):
     result = try_family(family(name))

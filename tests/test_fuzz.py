@@ -11,6 +11,7 @@ CASES = int(os.environ.get("SPECBRANCH_FUZZ_CASES", "10"))
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_random_cases_equal_plain_generate():
     found = [fuzz.check(seed=0, number=number)[0] for number in range(CASES)]
     assert not any(found), next(filter(None, found))
@@ -23,6 +24,7 @@ def test_many_random_cases_equal_plain_generate():
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_random_cases_of_recurrent_models_equal_plain_generate():
     found = [fuzz.check(seed=0, number=number, families=fuzz.RECURRENT)[0] for number in range(CASES // 3)]
     assert not any(found), next(filter(None, found))

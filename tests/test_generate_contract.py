@@ -90,6 +90,7 @@ NESTED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "inside"), pairs(NESTED, ["processor", "criterion"]))
 def test_nested_calls_know_nothing_of_the_outer_call(name, inside, target, model, draft, stranger):
     other, asked = specbranch(copy.deepcopy(stranger)), dict(NESTED[name])
@@ -114,6 +115,7 @@ def test_nested_calls_know_nothing_of_the_outer_call(name, inside, target, model
     assert model.specbranch_stats.policy == "specbranch"
 
 
+@pytest.mark.matrix
 def test_a_model_may_be_called_within_its_own_generation(target, model):
     inner = {**prompt(seed=3), "max_new_tokens": 4, "do_sample": False}
     nested = Nested(lambda: model.generate(**inner))
@@ -146,6 +148,7 @@ def test_num_assistant_tokens_is_honoured(where, length, model, target):
     assert drafted > 0.75 * length
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", ["argument", "passed", "target", "draft"])
 def test_assistant_confidence_threshold_is_honoured(where, model, draft):
     draft, drafted = copy.deepcopy(draft), []

@@ -172,6 +172,7 @@ def test_search_puts_the_head_for_this_draft_first(named_pair, hub):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_auto_takes_the_head_for_this_pair_and_says_which(named_pair, hub, caplog):
     large, small = named_pair
     kwargs = {**prompt(), "max_new_tokens": 12, "do_sample": False}

@@ -21,6 +21,7 @@ def deep(dtype, layers=12):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_is_accepted(dtype):
     """In bfloat16, logits of two ordinary runs may differ by more than a tenth of their standard deviation."""

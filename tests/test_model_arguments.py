@@ -95,6 +95,7 @@ def as_class(kind):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_constant_argument_reaches_every_pass(policy):
     target = as_class(Tilted)

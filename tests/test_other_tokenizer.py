@@ -70,6 +70,7 @@ def both(target_tokenizer, draft_tokenizer):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize(("rows", "static"), [(1, False), (4, True)])
 @pytest.mark.parametrize("policy", ["auto", "pearl", "specbranch"])
 def test_greedy_text_is_that_of_plain_generate(policy, rows, static, request):
@@ -213,6 +214,7 @@ def test_tokenizers_that_put_a_space_before_a_text():
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_a_draft_with_another_tokenizer_is_named_by_its_folder(tmp_path):
     target, draft, *two = pair()
     for role, model, tokenizer in zip(("target", "draft"), (target, draft), two):

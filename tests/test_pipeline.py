@@ -59,6 +59,7 @@ def assert_it_speculated(pipe):
     assert pipe.model.specbranch_stats.num_accepted_tokens > 0
 
 
+@pytest.mark.matrix
 def test_default_length_is_not_taken_for_the_users(pipe):
     settings = SpecBranchConfig(policy="vanilla", confidence_threshold=0.0)
     pipe(PROMPTS[0], do_sample=False, max_new_tokens=40, specbranch=settings)
@@ -76,6 +77,7 @@ def test_greedy_text_is_that_of_a_plain_pipeline(given, pipe, plain):
     assert_it_speculated(pipe)
 
 
+@pytest.mark.matrix
 def test_batches_give_the_text_of_a_plain_pipeline(pipe, plain):
     asked = {**GREEDY, "batch_size": 3, "return_full_text": False}
     assert pipe(PROMPTS, **asked) == plain(PROMPTS, **asked)
@@ -95,6 +97,7 @@ def test_text_streamer_prints_as_in_a_plain_pipeline(pipe, plain, pair, capsys):
     assert ours == theirs
 
 
+@pytest.mark.matrix
 def test_sampling_follows_the_seed(pipe):
     def sampled(seed):
         torch.manual_seed(seed)
@@ -131,6 +134,7 @@ def test_task_takes_text_generation_arguments(task_pipe, plain):
     assert_it_speculated(task_pipe)
 
 
+@pytest.mark.matrix
 def test_target_draft_and_head_may_be_named(plain):
     pipe = pipeline(
         "specbranch-text-generation",
@@ -155,6 +159,7 @@ def test_a_model_that_remembers_its_draft_needs_no_other(pair, plain):
     assert_it_speculated(pipe)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_no_draft_model_is_needed(draft, pair, plain):
     target, _, tokenizer = pair

@@ -122,6 +122,7 @@ class LonelyGrammar(Grammar):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize(("policy", "kind"), pairs(POLICIES, [Grammar, LonelyGrammar]))
 def test_a_grammar_is_never_shown_a_finished_text(policy, kind, target, model, draft):
     kwargs = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": PAD}

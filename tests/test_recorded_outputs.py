@@ -58,6 +58,7 @@ def test_rows_go_on_with_padding_after_their_end(rows, policy):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_long_padding_is_read_in_parts():
     few = {"output_hidden_states": False, "output_attentions": False}
     ours = compare(llama(seed=0), 4, "vanilla", seeds=1, eos_token_id=ENDS[:2], max_new_tokens=100, **few)
@@ -108,6 +109,7 @@ def gemma3n():
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [1, 2])
 def test_hidden_states_with_several_streams(rows):
     target = gemma3n()

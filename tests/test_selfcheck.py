@@ -53,7 +53,9 @@ def layers_of(model):
     return cuda_graph.layers_for(model, mask_maker_for(model, "target"), rows=1)
 
 
-@pytest.mark.parametrize("dtype", [slowly(torch.float32), pytest.param(HALF, marks=pytest.mark.compat)])
+@pytest.mark.parametrize(
+    "dtype", [slowly(torch.float32), pytest.param(HALF, marks=[pytest.mark.compat, pytest.mark.matrix])]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_correct_kernels_pass(family, dtype, caplog):
     caplog.set_level(logging.WARNING, "hf_specbranch")
@@ -158,6 +160,7 @@ def forms(model):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_is_recognised(dtype):
     """Also where the mean of its input is below the rounding of bfloat16."""
@@ -199,6 +202,7 @@ def latent(dtype=torch.float32):
 
 
 @pytest.mark.compat
+@pytest.mark.matrix
 def test_latent_attention_needs_masks():
     """Under spans the cache returns all slots that addresses are reserved for, and few have memory."""
     model = latent()
