@@ -228,9 +228,9 @@ def test_prompts_that_repeat_themselves_take_fewer_passes():
     lines = (f"    '{name}': {number},\n" for number, name in enumerate("abcdefgh"))
     inputs = tokenizer("".join(lines), return_tensors="pt")
     model = specbranch(target)
-    out = model.generate(**inputs, max_new_tokens=96, do_sample=False)
-    assert torch.equal(out, model.generate(**inputs, max_new_tokens=96, do_sample=False, specbranch=False))
-    model.generate(**inputs, max_new_tokens=96, do_sample=False)
+    out = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    assert torch.equal(out, model.generate(**inputs, max_new_tokens=48, do_sample=False, specbranch=False))
+    model.generate(**inputs, max_new_tokens=48, do_sample=False)
     assert model.specbranch_stats.mean_acceptance_length > 1.5
 
 

@@ -125,7 +125,7 @@ def test_tree_leaves_save_target_passes(rejection_branches, target, draft):
 
 def test_finished_rows_leave_the_others_unchanged(target, draft, monkeypatch):
     model = attached(target)
-    kwargs = {**prompt(4), "max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
+    kwargs = {**prompt(4), "max_new_tokens": 24, "do_sample": False, "eos_token_id": [EOS, *range(10, 18)]}
     (out, stats), (expected, _) = both(
         model, draft, monkeypatch, **kwargs, specbranch=config(gamma=4, max_rejection_branches=6)
     )
@@ -136,7 +136,7 @@ def test_finished_rows_leave_the_others_unchanged(target, draft, monkeypatch):
 @pytest.mark.parametrize("extra", [{"min_new_tokens": 20}, {"min_length": 25}, {"repetition_penalty": 1.3}])
 def test_processors_run_inside_the_stage(extra, target, draft, monkeypatch):
     model = attached(target)
-    kwargs = {**prompt(2), "max_new_tokens": 40, "do_sample": False, "eos_token_id": [EOS, *range(10, 30)], **extra}
+    kwargs = {**prompt(2), "max_new_tokens": 28, "do_sample": False, "eos_token_id": [EOS, *range(10, 30)], **extra}
     (out, _), (expected, _) = both(model, draft, monkeypatch, **kwargs, specbranch=config(gamma=3))
     assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
 
