@@ -27,6 +27,7 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 import uvicorn  # noqa: E402
 
+from hf_specbranch.serving.completion import Completion, CompletionSettings, TokenLogprobs  # noqa: E402
 from hf_specbranch.serving.engine import Engine  # noqa: E402
 from hf_specbranch.serving.http_app import make_app  # noqa: E402
 from hf_specbranch.serving.http_server import listen  # noqa: E402
@@ -118,6 +119,26 @@ def test_streams_have_the_same_text(server):
         assert chunks[-1].usage.completion_tokens == len(whole.logprobs.content)
     text = "".join(chunk.choices[0].text for chunk in server.complete(temperature=0, stream=True))
     assert text == server.complete(temperature=0).choices[0].text
+
+
+def test_answer_ends_with_all_of_its_log_probabilities(server):
+    """The round that ends a text adds them after the token; whoever follows the answer may wake up in between."""
+
+    async def follow():
+        grown = asyncio.Queue()
+        settings = CompletionSettings(1, logprobs=1)
+        answer = Completion([5], settings, server.tokenizer, lambda _: grown.put_nowait(0))
+        events = Service(server.engine, MODEL)._follow([answer], grown)
+        assert answer.add(7, is_last=True)
+        grown.put_nowait(0)  # an update of the round before
+        first = await anext(events)
+        answer.logprobs.append(TokenLogprobs(7, -0.5))
+        answer.update()
+        return [first, *[event async for event in events]]
+
+    first, last = asyncio.run(follow())
+    assert first["finish_reason"] is None and last["finish_reason"] == "length"
+    assert len(first["logprobs"]) + len(last["logprobs"]) == 1
 
 
 def test_seed_and_number_of_answers(server):

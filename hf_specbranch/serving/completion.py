@@ -65,6 +65,7 @@ class Completion:
         self.detokenizer = Detokenizer(tokenizer, settings.stop)
         self.stats = SpecBranchStats()
         self.finish_reason: FinishReason | None = None
+        self.reported: FinishReason | None = None  # the same, once log-probabilities and statistics are complete too
         self.error = ""  # why, if the reason is "error"
         self.cancelled = False  # nobody waits for it any more
         self.submitted = time.perf_counter()
@@ -99,11 +100,16 @@ class Completion:
     def fail(self, reason: str) -> None:
         """End the answer with an error."""
         self.finish_reason, self.error = "error", reason
-        self.on_update(self)
+        self.update()
 
     def end_cancelled(self) -> None:
         """End an answer that was cancelled before it began."""
         self.finish_reason = "cancelled"
+        self.update()
+
+    def update(self) -> None:
+        """Say that there is more to take, all of it. Another thread may look at the answer at any other time too."""
+        self.reported = self.finish_reason
         self.on_update(self)
 
     def cancel(self) -> None:

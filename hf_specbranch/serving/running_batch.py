@@ -176,7 +176,7 @@ class RowAccounting(Accounting):
             stats.new_tokens += result.committed
             stats.target_forwards += 1
             self.stats.new_tokens += result.committed
-            completion.on_update(completion)
+            completion.update()
         super().flush()
 
     def close(self) -> None:

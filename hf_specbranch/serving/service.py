@@ -166,7 +166,7 @@ class Service:
             if choice not in open_:
                 continue
             answer = answers[choice]
-            reason = answer.finish_reason  # before the text: it may grow meanwhile
+            reason = answer.reported  # before the text: it may grow meanwhile
             if reason == "error":
                 raise ApiError(500, f"generation failed: {answer.error}")
             text = answer.text()
