@@ -103,6 +103,7 @@ def test_reasons_are_shown_when_nothing_starts(target, draft):
     assert "nothing was measured" in printed and "assisted is left out, it failed: RuntimeError" in printed
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_reproducible_and_not_compared(pair):
     texts = []
     for temperature in (0.0, 2.0, 2.0):

@@ -68,6 +68,7 @@ def test_one_kind_has_no_table(target, draft):
     assert report["kinds"] == {} and markdown_kinds(report) == ""
 
 
+@pytest.mark.slow
 def test_command_takes_kinds(tmp_path):
     texts = [{"id": str(number), "prompt": "def f(x):", "kind": "ab"[number % 2]} for number in range(4)]
     (path := tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, texts)))

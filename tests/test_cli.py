@@ -117,6 +117,7 @@ def test_generate_reads_settings(tmp_path):
     assert json.loads(said.stdout)["stats"]["policy"] == "pearl"
 
 
+@pytest.mark.slow
 def test_seed_decides_what_is_sampled():
     def sampled(seed):
         given = ["--temperature", 1, "--top-p", 0.95, "--max-new-tokens", 4, "--seed", seed, "--json"]

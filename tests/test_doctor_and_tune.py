@@ -125,6 +125,7 @@ def test_best_settings_are_not_slower_than_defaults(report):
     assert speed["vanilla, best"] >= speed["vanilla"] * 0.999
 
 
+@pytest.mark.slow
 def test_doctor_says_when_speculation_is_slower(target, stranger):
     tokenizer = letter_tokenizer(VOCABULARY)
     report = examine(attached(target), stranger, tokenizer, tokenizer, [PROMPT], 8, repeats=1)

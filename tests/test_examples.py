@@ -54,6 +54,7 @@ def test_train_and_use_head(capsys):
     assert int(rolled_back["the embedded pair's head"]) < int(rolled_back["no head"])
 
 
+@pytest.mark.slow
 def test_train_eagle3(capsys, tmp_path):
     printed = run("train_eagle3", str(tmp_path), 8, 1, 0, 1, 4, capsys=capsys)
     assert "EAGLE-3: " in printed and "tokens per pass" in printed

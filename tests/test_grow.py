@@ -99,6 +99,7 @@ def test_free_weights_are_random() -> None:
     assert bool((grown.lm_head.weight != 0).all())
 
 
+@pytest.mark.slow
 def test_growing_to_bfloat16() -> None:
     model = small()
     grown = grow(model, LARGER, dtype=torch.bfloat16)

@@ -87,7 +87,13 @@ def test_two_gpus_beat_the_method_of_the_paper():
         assert best.tokens_per_second >= 1.1 * of_the_paper.tokens_per_second, ratio
 
 
-@pytest.mark.parametrize(("sizes", "length"), [(("7b", "68m"), 8), (("33b", "1.3b"), 4)], ids=["7B/68M", "33B/1.3B"])
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [
+        pytest.param(("7b", "68m"), 8, id="7B/68M", marks=pytest.mark.slow),
+        pytest.param(("33b", "1.3b"), 4, id="33B/1.3B"),
+    ],
+)
 def test_vanilla_with_tree_leaves_is_predicted_best_on_one_gpu(sizes, length):
     """As measured on an H200; a slower draft gets shorter drafts."""
     costs = predicted_costs(*(size_of(of_size(name)) for name in sizes), captured=True)

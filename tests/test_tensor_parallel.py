@@ -134,6 +134,7 @@ def at_odds(folder, drafts):
     return texts, model.specbranch_stats.new_tokens
 
 
+@pytest.mark.slow
 def test_ranks_agree_whatever_differs_between_them(pair, tmp_path):
     folder, target, draft = pair
     drafts = [draft, noisy_copy(target, noise=0.4, seed=2)]
