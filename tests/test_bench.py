@@ -15,7 +15,7 @@ from hf_specbranch import SpecBranchStats, load_demo_pair, specbranch
 from hf_specbranch.bench import Shape, grow, measure
 from hf_specbranch.bench.grow_head import grow_head
 from hf_specbranch.bench.measure import Benchmark, Plan, Progress, complaints
-from hf_specbranch.bench.methods import METHODS, Method, Overrides, Pair, check_names
+from hf_specbranch.bench.methods import METHODS, Method, Overrides, Pair, check_names, fixed_methods
 from hf_specbranch.bench.report import GROUPS, build, lines, markdown, print_report
 from hf_specbranch.bench.results import difference, first_difference, pooled, summarize
 from hf_specbranch.bench.timing import TimingStreamer, percentile
@@ -101,6 +101,12 @@ def test_reasons_are_shown_when_nothing_starts(target, draft):
     print_report(build(benchmark, {}, interrupted=False), console)
     printed = console.file.getvalue()
     assert "nothing was measured" in printed and "assisted is left out, it failed: RuntimeError" in printed
+
+
+def test_default_without_a_draft_is_given_none():
+    methods = fixed_methods(("no-draft", "auto"), Overrides(), None)
+    assert not methods["no-draft"].drafts and methods["auto"].drafts
+    assert methods["no-draft"].settings.policy == "auto"  # lookup too, unlike the method "autoregressive"
 
 
 @pytest.mark.slow

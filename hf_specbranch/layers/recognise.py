@@ -60,7 +60,7 @@ def recognise(
         """Return what is found; None if examining these modules fails for any reason but a lack of memory."""
         try:
             return find()
-        except torch.OutOfMemoryError:  # whoever runs the model frees some and tries again
+        except torch.OutOfMemoryError:  # the runtime frees memory and retries
             raise
         except Exception as error:
             if what not in unknown and not is_dry_run():  # what modules compute in a dry run is noise
