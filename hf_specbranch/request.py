@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.generation import CandidateGenerator, GenerationMode
 
@@ -150,7 +149,7 @@ def make_request(
     draft = None if candidates is not None else attachment.draft if given is None else draft_model(given)
     if (source := settings.candidate_source) or assistant is not None:
         draft = what_drafts(model, draft, source)
-    config = call_config(specbranch, settings, draft, attachment, model.device)
+    config = call_config(specbranch, settings, draft, attachment)
     if settings.prompt_lookup_num_tokens is not None and not attachment.looks_up:
         draft = candidates = None
         config = replace(config, policy="auto")
@@ -171,13 +170,11 @@ def call_config(
     settings: MergedSettings,
     draft: PreTrainedModel | None,
     attachment: Attachment,
-    device: torch.device,
 ) -> SpecBranchConfig:
     """Return the speculation settings of a call: its own, the generation config's, those attached, or the defaults.
 
     Where they leave length and threshold open, those of transformers' assisted decoding count if the user has set
-    them: in the call, in the target's generation config, or, where transformers reads them, in the draft's. On a GPU,
-    where lookup is not timed yet, it must be asked for.
+    them: in the call, in the target's generation config, or, where transformers reads them, in the draft's.
     """
     if given is None or given is True:
         given = settings.specbranch if settings.specbranch is not None else attachment.config
@@ -202,8 +199,6 @@ def call_config(
         config = replace(config, prompt_lookup_num_tokens=LOOKUP_TOKENS)
     if (size := settings.set_by_user("max_matching_ngram_size")) is not None:
         config = replace(config, max_matching_ngram_size=size)
-    if config.prompt_lookup_num_tokens == "auto" and attachment.corpus is None and device.type == "cuda":
-        config = replace(config, prompt_lookup_num_tokens=0)
     return config
 
 

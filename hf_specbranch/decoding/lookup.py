@@ -25,7 +25,7 @@ from .resolve import BranchStarts, Drafted, DraftTokens, Feedback
 from .text import Text
 from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, best_length
 
-LENGTHS = {True: (7, 15), False: (1, 2, 3, 4, 5, 6, 7, 11, 15)}  # by whether stages are captured: each needs a capture
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 11, 15)  # tokens to propose, where stages are not captured
 CAPTURE_SECONDS = 0.25  # to capture the stages of one more number of tokens
 SAMPLES = 5  # times of rounds that are kept for each length
 NAME = "lookup"
@@ -35,11 +35,13 @@ LIKELY, ABSENT = 0.5, -1  # the chance from which on a match counts as likely, f
 def lengths_up_to(most: int, captured: bool) -> tuple[int, ...]:
     """Return the numbers of tokens that a lookup may propose, `most` the largest.
 
+    Each takes captures of its own, and captured passes over 2 to 16 tokens take about the same time: there one will do.
+
     Example:
         >>> lengths_up_to(15, captured=True), lengths_up_to(4, captured=False)
-        ((7, 15), (1, 2, 3, 4))
+        ((15,), (1, 2, 3, 4))
     """
-    return (*(length for length in LENGTHS[captured] if length < most), most)
+    return (most,) if captured else (*(length for length in LENGTHS if length < most), most)
 
 
 def _agreeing(said: Sequence[int], text: Sequence[int]) -> int:

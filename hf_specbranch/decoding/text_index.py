@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-SHORTEST = 2  # tokens that must match at least
+SHORTEST = 1  # tokens that must match at least
+INDEXED = 2  # tokens of a match that are looked for in the index; a shorter one is where its token stood last
 CANDIDATES = 16  # earlier occurrences that are compared, the latest first
 LONGEST = 12  # tokens of a match that are compared; longer matches are hardly more reliable
 # How often the next token is taken to be right, by length of the match, before anything was seen; and how many
@@ -39,7 +40,7 @@ class Reference(Protocol):
 
 
 class TextIndex:
-    """The positions of all pairs of tokens of a text that grows.
+    """The positions of all tokens, and of all pairs of tokens, of a text that grows.
 
     Args:
         longest: the most tokens that a match is compared over.
@@ -53,17 +54,21 @@ class TextIndex:
     """
 
     def __init__(self, longest: int = LONGEST, reference: Reference | None = None) -> None:
-        self.longest, self.shortest, self.reference = longest, min(SHORTEST, longest), reference
+        self.longest, self.indexed, self.reference = longest, min(INDEXED, longest), reference
         self.tokens: list[int] = []
         self.places: dict[tuple[int, ...], list[int]] = {}  # by the last tokens: where the next one stands
+        self.last: dict[int, int] = {}  # by token: where the next one stands
+        self.before = 0  # the same for the last token of the text, before its end; 0: it is new
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
-        known, places, shortest = self.tokens, self.places, self.shortest
+        known, places, indexed = self.tokens, self.places, self.indexed
         for token in tokens:
             known.append(token)
-            if len(known) >= shortest:
-                places.setdefault(tuple(known[-shortest:]), []).append(len(known))
+            if len(known) >= indexed:
+                places.setdefault(tuple(known[-indexed:]), []).append(len(known))
+            self.before = self.last.get(token, 0)
+            self.last[token] = len(known)
 
     def match(self, count: int) -> Match:
         """Return the longest match of the end of the text, the latest of several, and `count` tokens after it.
@@ -71,10 +76,10 @@ class TextIndex:
         Where the match overlaps with the end, what follows is repeated: the text may be periodic.
         """
         tokens, end = self.tokens, len(self.tokens)
-        found = self.places.get(tuple(tokens[-self.shortest :]), [])
-        best, place = 0, 0
+        found = self.places.get(tuple(tokens[-self.indexed :]), [])
+        best, place = min(1, self.before), self.before
         for start in found[-2 : -2 - CANDIDATES : -1]:  # the last one is the end itself
-            length = self.shortest
+            length = self.indexed
             while length < min(self.longest, start) and tokens[start - 1 - length] == tokens[end - 1 - length]:
                 length += 1
             if length > best:

@@ -134,7 +134,9 @@ def batch_settings(
         raise ValueError(f"{type(found).__name__} has no SpecBranch: attach it with specbranch(model, draft=...)")
     attachment, target = found._specbranch_memory, cast(PreTrainedModel, found)
     own, draft = MergedSettings({"do_sample": False}, target.generation_config), attachment.draft
-    config = call_config(settings, own, draft, attachment, target.device)
+    config = call_config(settings, own, draft, attachment)
+    if config.prompt_lookup_num_tokens == "auto" and target.device.type == "cuda":
+        config = replace(config, prompt_lookup_num_tokens=0)  # not timed yet with rows that come and go
     config = settings_for_sources(config, draft, candidates=None)
     check_request(target, draft, config, tokenizer, None)
     tokenizers = attachment.tokenizers
