@@ -15,12 +15,13 @@ RUNTIMES = ("auto", "eager", "graph")
 DRAFT_SAMPLING = ("auto", "greedy", "sample")
 DRAFT_WEIGHTS = ("auto", "float8", "int8", None)
 DEFAULT_DRAFT_LENGTH = 8
-# An eager draft step costs a large part of a target pass, so it pays to stop early. A captured stage always runs all
-# its steps, so only the tokens per pass count.
+# An eager draft step costs a large part of a target pass, so it pays to stop early. A captured draft runs in one stage,
+# with all its steps, if the threshold is below STEPWISE; then only the tokens per pass count. From there on each step
+# is a stage of its own, and the host stops the draft (`stepwise_drafter`), which pays if a step takes long: one of a
+# 0.5B draft took 0.55 ms where its target took 1.4 ms per pass, one of a 68M draft 0.05 ms where a 7B target took 3.6.
 DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
-# A captured draft stage always runs all its steps, so its length depends on their cost: a 1.3B draft took 1.3 ms per
-# step where a 33B target took 18 ms per pass, a 68M draft 0.1 ms where a 7B target took 4 ms (docs/benchmarks.md).
-CAPTURED_LENGTH = 4  # gamma in captured stages for a draft that is not cheap; a cheap one takes the default
+STEPWISE, STEPWISE_THRESHOLD = 0.1, 0.7  # the latter is best for drafts that cost about a third of their target
+CAPTURED_LENGTH = 4  # gamma in one captured stage for a draft that is not cheap; others take the default
 REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
 LOOKUP_TOKENS = 15  # with the token before them 16
 TREE_LEAVES = 6  # with 8 draft tokens, the token before them and one that is read again: 16, a block of our kernels
@@ -96,10 +97,10 @@ class SpecBranchConfig:
             without branches), "vanilla" (draft, then verify), "autoregressive" (no draft).
         max_draft_length: gamma, the most tokens drafted in one go; "auto" takes `num_assistant_tokens` of the
             generation config, else 8, or 4 where stages are captured and the draft is large compared with its target.
-        confidence_threshold: epsilon. Drafting stops before the first position where the draft's largest
-            probability is below it. 0 never stops: drafts of fixed length. "auto" takes
-            `assistant_confidence_threshold` of the generation config, else 0.02 where stages are captured as CUDA
-            graphs and no head decides, and 0.4 elsewhere.
+        confidence_threshold: epsilon. Drafting stops at the first position where the draft's largest probability is
+            below it. 0 never stops: drafts of fixed length. "auto" takes `assistant_confidence_threshold` of the
+            generation config, else 0.4. Where stages are captured as CUDA graphs and no head decides, it takes 0.02, or
+            0.7 under "vanilla" for a draft that is not 50 times smaller than its target.
         max_branches: k_max, the most branches at a branch point.
         max_rejection_branches: the most branches opened before the branch point, at the draft tokens most likely to be
             rejected, so that the target's correction is already continued ("specbranch" only). 0: branches at the
@@ -208,6 +209,11 @@ class SpecBranchConfig:
         return DEFAULT_DRAFT_LENGTH if isinstance(self.max_draft_length, str) else self.max_draft_length
 
     @property
+    def stops_early(self) -> bool:
+        """Whether a captured draft that stops takes no further steps; see `STEPWISE`."""
+        return self.threshold() >= STEPWISE
+
+    @property
     def lookup_tokens(self) -> int:
         """The most tokens that a lookup proposes, as a number."""
         return 0 if isinstance(self.prompt_lookup_num_tokens, str) else self.prompt_lookup_num_tokens
@@ -227,6 +233,8 @@ class SpecBranchConfig:
             alone: no head or other hook decides.
         """
         large = captured and not cheap
+        stepwise = large and alone and self.policy == "vanilla" and self.confidence_threshold == "auto"
+        short = large and not stepwise and self.threshold(alone) < STEPWISE
         beyond = captured and self.policy == "auto"  # also what the paper does not have
         outcomes, leaves = self.max_rejection_branches, self.tree_leaves
         if outcomes == "auto":
@@ -239,8 +247,8 @@ class SpecBranchConfig:
         return replace(
             self,
             policy="specbranch" if self.policy == "auto" else self.policy,
-            max_draft_length=CAPTURED_LENGTH if large and self.max_draft_length == "auto" else self.draft_length,
-            confidence_threshold=self.threshold(alone=captured and alone),
+            max_draft_length=CAPTURED_LENGTH if short and self.max_draft_length == "auto" else self.draft_length,
+            confidence_threshold=STEPWISE_THRESHOLD if stepwise else self.threshold(alone=captured and alone),
             max_rejection_branches=outcomes,
             tree_leaves=leaves,
             prompt_lookup_num_tokens=lookup,

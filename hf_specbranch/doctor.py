@@ -195,7 +195,7 @@ def _conclude(
         fastest = next(each for each in ranked if each.config.policy == policy)
         rows.append(Row(f"{policy}, best", fastest.config.to_dict(), *_speeds(fastest, plain)))
     auto = SpecBranchConfig(runtime=runtime)
-    choice = choose(plans_within(auto, measurement.captured), agreements, costs, measurement.captured)
+    choice = choose(plans_within(auto, measurement.captured, costs.draft_step), agreements, costs, measurement.captured)
     rows.append(Row("auto", auto.to_dict(), choice.tokens_per_second, choice.tokens_per_second / plain))
     alone = predict(agreements, SpecBranchConfig(policy="autoregressive"), costs).tokens_per_second
     best = ranked[0]

@@ -40,6 +40,7 @@ from hf_specbranch.decoding.resolve import (
     TreeLeaves,
     VerifyResult,
 )
+from hf_specbranch.decoding.stepwise_drafter import StepwiseDrafter
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.decoding.text import Stopper, Text
 from hf_specbranch.decoding.triton_draft_ops import TritonDraftOps, kernels_know
@@ -171,7 +172,9 @@ def make_drafter(in_triton, case, dtype=torch.float32, kind=Drafter):
     rejections = LikelyRejections(buffers, pending, gamma, case.width, max(rejection_branches, leaves))
     counts = gamma, branches, rejection_branches, leaves
     round = DraftRound(buffers, pending, side, rejections, policy, *counts, LIMIT, case.vocabulary)
-    ops = TritonDraftOps(round, model, hooks, buffers) if in_triton else TorchDraftOps(round, model, hooks)
+    ops = TorchDraftOps(round, model, hooks)
+    if in_triton:
+        ops = TritonDraftOps(round, model, hooks, buffers, stepwise=kind is StepwiseDrafter)
     drafter = kind(buffers, model, round, ops, hooks, stats)
     drafter.prefill(PROMPT)
     put_in_the_middle(drafter)
@@ -698,6 +701,27 @@ def test_two_rounds(case, seed):
                 assert_same(one, other, name)
 
 
+@on_kernels(examples=8)
+@given(cases("vanilla", gamma=st.integers(2, 4), epsilon=st.sampled_from([0.2, 0.3]), draws=st.booleans()), seeds)
+def test_two_rounds_step_by_step(case, seed):
+    """What is sent is the same. In one stage the draft also reads the token at which it stops."""
+    case = case._replace(own=max(0, case.own))
+    whole, stepwise = make_drafter(False, case), make_drafter(True, case, kind=StepwiseDrafter)
+    for nth in range(1 if case.draws else 2):  # a step that is not taken draws nothing
+        feedback = a_result(whole, seed + nth)
+        whole._propose(feedback, is_new=True, shown=SHOWN)
+        stepwise._run_propose(feedback, is_new=True, shown=SHOWN)
+        sent, expected = ({name: state_of(each)[name] for name in SENT} for each in (stepwise, whole))
+        is_sent = torch.arange(case.gamma, device=DEVICE) < whole.round.sent_length[:, None]
+        for found in (sent, expected):
+            found["sent.tokens"] = found["sent.tokens"].masked_fill(~is_sent, 0)
+        for name in SENT:
+            assert_same(sent[name], expected[name], name)
+
+
+SENT = ("sent.tokens", "sent.length", "pending.start", "pending.end", "rejections.tokens", "rejections.at", "count")
+
+
 @pytest.fixture
 def parts_used(monkeypatch):
     """Whether target, drafter and verifier of each generation work in Triton."""
@@ -734,7 +758,7 @@ def pair_and_prompt(target, rows, noise=0.15, **more):
 
 PLANS = {
     "specbranch": dict(gamma=3, max_rejection_branches=3, tree_leaves=3),
-    "vanilla": dict(gamma=3, tree_leaves=4),
+    "vanilla": dict(gamma=3, tree_leaves=4, epsilon=0.0),  # the eager runtime does not send the token where it stops
     "pearl": dict(gamma=3),
     "autoregressive": dict(),
 }
@@ -1001,7 +1025,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch):
     build_the_drafters(case._replace(vocabulary=20_000))
     build_the_drafters(case._replace(cuts=True, penalty=1.3))
     build_the_drafters(case._replace(draws=True))
-    build_the_drafters(case._replace(policy="vanilla", gamma=1))
+    build_the_drafters(case._replace(policy="vanilla", gamma=1))  # this one sends the token where it stops
     build_the_targets(case, leaves=None)
     build_the_targets(case, leaves=3)
     assert built == every

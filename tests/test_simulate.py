@@ -89,12 +89,25 @@ def test_replay_counts_leaf_continuations(pair):
 def test_captured_stages_run_all_steps_and_commit_the_same():
     unsure = Agreement((0.9, 0.05) * 20, (0, 1) * 20, candidates=4, chances=((0.9, 0.1, 0, 0), (0.05,) * 4) * 20)
     settings = SpecBranchConfig(
-        "specbranch", max_draft_length=4, max_branches=3, max_rejection_branches=0, confidence_threshold=0.1
+        "specbranch", max_draft_length=4, max_branches=3, max_rejection_branches=0, confidence_threshold=0.08
     )
     eager, captured = (replay(unsure, settings, captured) for captured in (False, True))
     assert [each.committed for each in captured] == [each.committed for each in eager]
     assert {each[0:1] + each[3:] for each in captured} == {(4, 5, 3)}  # sent, overlapped steps, width
     assert {each.steps_before for each in captured} <= {0, 4}
+
+
+def test_captured_drafts_that_stop_early_send_the_uncertain_token_and_take_no_further_step():
+    unsure = Agreement((0.9, 0.9, 0.3) * 8, (0, 0, 0) * 8, candidates=4, chances=((0.9, 0.1, 0, 0),) * 24)
+    settings = SpecBranchConfig("vanilla", max_draft_length=8, confidence_threshold=0.5, tree_leaves=0)
+    rounds = replay(unsure, settings, captured=True)
+    # The first round begins at the second token: 0.9 and 0.3 are drafted, and the target adds one.
+    assert [(each.sent, each.committed, each.steps_before) for each in rounds[:2]] == [(8, 3, 2), (8, 3, 2)]
+    whole = replay(unsure, replace(settings, confidence_threshold=0.05), captured=True)
+    assert {each.steps_before for each in whole} == {8}
+    # Before a branch point the token is not sent, although its step has run.
+    ahead = replay(unsure, replace(settings, policy="specbranch"), captured=True)
+    assert (ahead[0].committed, ahead[0].steps_before) == (2, 2)
 
 
 def test_effective_config_of_auto():

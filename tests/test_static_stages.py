@@ -47,9 +47,30 @@ def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, mon
         )
         (out, stats), (expected, counts) = both(model, draft, monkeypatch, **kwargs, specbranch=settings)
         assert torch.equal(out, expected) and torch.equal(out, target.generate(**kwargs))
+        assert_counts_add_up(stats)
+        if policy == "vanilla" and epsilon > 0:  # the token at which a draft stops is sent too
+            assert stats.target_forwards < counts.target_forwards
+            continue
         for name in COUNTS:
             assert getattr(stats, name) == getattr(counts, name), name
-        assert_counts_add_up(stats)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_that_stops_takes_no_further_steps(rows, target, draft, monkeypatch):
+    """Everything else is as if all steps ran."""
+    model, asked = attached(target), {**prompt(rows), "max_new_tokens": 30, "do_sample": False}
+    found = []
+    for stepwise_from in (0.15, 0.2):
+        monkeypatch.setattr("hf_specbranch.config.STEPWISE", stepwise_from)
+        settings = config("vanilla", gamma=6, epsilon=0.15, tree_leaves=3)
+        out = model.generate(**asked, assistant_model=draft, specbranch=settings)
+        assert torch.equal(out, target.generate(**asked))
+        found.append(model.specbranch_stats)
+    stepwise, whole = found
+    for name in COUNTS:
+        assert getattr(stepwise, name) == getattr(whole, name), name
+    rounds = whole.target_forwards - 1
+    assert whole.draft_forwards == 1 + 6 * rounds and rounds < stepwise.draft_forwards - 1 < 6 * rounds
 
 
 @pytest.mark.parametrize("length", [32, 33, 70])

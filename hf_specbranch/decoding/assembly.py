@@ -89,7 +89,9 @@ class Assembly(Sources):
         if self.head is not None:
             config = for_head(config, self.head, self.static_shapes)
         first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
-        self.plans = [first, *plans_within(config, self.static_shapes)] if self._may_plan else [first]
+        self.plans = [first]
+        if self._may_plan:
+            self.plans += plans_within(config, self.static_shapes, self._predicted_costs()(0).draft_step)
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
         # Before a stage is captured, which contains where they are. A round may be in flight when the host finds that a

@@ -296,6 +296,9 @@ class DraftRound:
         self.gamma, self.depth = gamma, side.depth
         self.branches, self.rejection_branches, self.leaves = branches, rejection_branches, leaves
         self.static_shapes = buffers.static_shapes
+        # The token at which a draft stops is sent too, unless the draft goes on from there while the target runs: its
+        # step has run, and a pass in a captured stage is as wide as the longest draft in any case.
+        self.sends_uncertain = self.static_shapes and not policy.drafts_ahead
         rows = pending.count
         self.limit = buffers.tensor("limit", (1,)).fill_(limit)
 

@@ -5,7 +5,7 @@ away. That keeps drawn drafts exact: a token once drawn stays the candidate unti
 
 The two stages, `propose` and `branch`, run on buffers, so that each can be captured as one CUDA graph. Between forwards
 stand small operations (`DraftOps`). `TorchDraftOps` works everywhere; it is the reference of `TritonDraftOps`. With
-static shapes every step runs, and finished rows write to scratch entries; otherwise only needed steps run.
+static shapes every step runs (but see `stepwise_drafter`), and finished rows write to scratch entries.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Drafter:
         self.hooks, self.stats = hooks, stats
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
         self.name, self.max_tokens_per_round = model.name, self.gamma + 2
+        self.usual_steps: float = self.gamma  # of a new draft
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`
@@ -70,19 +71,10 @@ class Drafter:
             pending.cached.copy_(pending.start)
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
-        """Adopt what survived the last round, and return what to verify: the pending draft, or a new one.
-
-        Args:
-            feedback: what the last round meant.
-            reached: the longest any row of the text can be by now.
-        """
+        """Adopt what survived the last round, and return what to verify: the pending draft, or a new one."""
         round, shown = self.round, self._slots_shown(reached)
         is_new = self.policy.drafts_first and feedback.draft_ended
-        if is_new and round.static_shapes:
-            self.stats.draft_forwards += 1 if self.model.in_blocks else self.gamma
-            self.stats.draft_positions += self.gamma + 1
-        key = ("propose", feedback.moved, is_new, feedback.features is None, shown)
-        self.buffers.run(key, lambda: self._propose(feedback, is_new, shown), self.only_our_kernels)
+        self._run_propose(feedback, is_new, shown)
         count = self.gamma if round.static_shapes else int(round.sent_length.max())
         scores = None if round.sent_scores is None else round.sent_scores[:, :count]
         leaves = None
@@ -123,26 +115,38 @@ class Drafter:
 
     # ---- the stages
 
+    def _run_propose(self, feedback: Feedback, is_new: bool, shown: int) -> None:
+        if is_new and self.round.static_shapes:
+            self._count_steps(1 if self.model.in_blocks else self.gamma)
+        key = ("propose", feedback.moved, is_new, feedback.features is None, shown)
+        self.buffers.run(key, lambda: self._propose(feedback, is_new, shown), self.only_our_kernels)
+
+    def _count_steps(self, forwards: int) -> None:
+        """Count the forwards of a new draft; the first of them reads two tokens."""
+        self.stats.draft_forwards += forwards
+        self.stats.draft_positions += 1 + (self.gamma if self.model.in_blocks else forwards)
+
     def _propose(self, feedback: Feedback, is_new: bool, shown: int) -> None:
+        self.ops.adopt(feedback.result, feedback.moved)
+        for step in range(self.gamma if is_new else 0):
+            if self._no_row(self.round.going & (self.round.pending.end < self.round.bound)):
+                break
+            self._draft_step(step, shown)
+        self._send(feedback.features)
+
+    def _draft_step(self, step: int, shown: int) -> None:
+        """Draft one token more on the rows that have no draft, unless a hook stops them (confidence below epsilon)."""
+        logits = self._forward(self.ops.draft_inputs(step), shown)
+        self.ops.extend(logits, self.round.going, self.round.bound, stops=True)
+
+    def _send(self, features: Tensor | None) -> None:
         round, ops = self.round, self.ops
-        ops.adopt(feedback.result, feedback.moved)
-        if is_new:
-            self._draft_new(shown)
-        ops.send(None if ops.cuts_by_confidence else self._kept(feedback.features))
+        ops.send(None if ops.cuts_by_confidence else self._kept(features))
         if round.sent_scores is not None:
             round.sent_scores.copy_(round.pending.first_scores(self.gamma))
         if round.rejections.count:
             ops.find_rejections()
         ops.release()
-
-    def _draft_new(self, shown: int) -> None:
-        """Draft up to gamma tokens on the rows that have none, until a hook stops them (confidence below epsilon)."""
-        round, ops = self.round, self.ops
-        for step in range(self.gamma):
-            if self._no_row(round.going & (round.pending.end < round.bound)):
-                break
-            logits = self._forward(ops.draft_inputs(step), shown)
-            ops.extend(logits, round.going, round.bound, stops=True)
 
     def _kept(self, features: Tensor | None) -> Tensor:
         """[B] how much of each pending draft to send, by the hooks; the length head (H-RAD) is one of them.
@@ -177,7 +181,7 @@ class Drafter:
         return None if inputs is None else self.model.forward(inputs, shown)
 
     def _no_row(self, rows: Tensor) -> bool:
-        """Whether no row takes part; with static shapes the device is not asked, and every row does."""
+        """Whether no row takes part; with static shapes every row does."""
         return not self.round.static_shapes and not bool(rows.any())
 
 
@@ -238,24 +242,21 @@ class TorchDraftOps:
                 return None
             queries = max(1, int((pending.end - pending.cached).max()))
         columns = torch.clamp(pending.end[:, None] - queries + pending.offsets[:queries], min=model.earliest)  # [B, Q]
-        return ForwardInputs(
-            pending.ids.gather(1, columns),
-            columns,
-            model.positions.gather(1, columns),
-            make_spans(model.first, columns + 1),
-        )
+        tokens, positions = pending.ids.gather(1, columns), model.positions.gather(1, columns)
+        return ForwardInputs(tokens, columns, positions, make_spans(model.first, columns + 1))
 
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         pending = self.round.pending
         if logits is not None:
             pending.record(self.model.next_distribution(pending.ids, pending.end, logits))
-        going = flag & (pending.end < bound + further)
+        extends = goes_on = flag & (pending.end < bound + further)
         if stops:
             if self.hooks.stoppers:
-                going = going & ~self.hooks.stop(pending.state(pending.end))
-            flag.copy_(going)
-        pending.extend(going)
-        self.round.count += going
+                goes_on = extends & ~self.hooks.stop(pending.state(pending.end))
+            flag.copy_(goes_on)
+            extends = extends if self.round.sends_uncertain else goes_on
+        pending.extend(extends)
+        self.round.count += extends
 
     def send(self, kept: Tensor | None) -> None:
         assert kept is not None
@@ -306,8 +307,7 @@ class TorchDraftOps:
     @property
     def _is_main_short(self) -> Tensor:
         """[B] rows whose main branch is not long enough yet."""
-        round = self.round
-        return round.ahead & (round.pending.end < round.point + 1 + round.depth)
+        return self.round.ahead & (self.round.pending.end < self.round.point + 1 + self.round.depth)
 
     def is_branching_done(self) -> bool:
         return not self.round.static_shapes and not self.round.side.count and not bool(self._is_main_short.any())

@@ -90,7 +90,7 @@ class LookupBesideDraft:
         gamma, leaves = self.drafter.gamma, self.drafter.round.leaves
         counts = self.drafter.stats.sources.get(self.drafter.name, {"rounds": 0, "accepted": 0})
         accepted = (PRIOR_ROUNDS * TYPICAL * gamma + counts["accepted"]) / (PRIOR_ROUNDS + counts["rounds"])
-        seconds = self.costs.pass_seconds(gamma + leaves) + gamma * self.costs.draft_step
+        seconds = self.costs.pass_seconds(gamma + leaves) + self.drafter.usual_steps * self.costs.draft_step
         return (1 + accepted) / seconds
 
     # ---- between the sources

@@ -32,6 +32,7 @@ from .policies import POLICIES, Policy
 from .reencoded import EXPANSION, LOOKBEHIND, READ, ReencodedDraft
 from .several_sources import LookupBesideDraft
 from .shared_vocabulary import TranslatedDrafter, TranslatedDraftModel, spare_columns
+from .stepwise_drafter import StepwiseDrafter
 from .text import Stopper
 from .text_index import LONGEST
 from .triton_draft_ops import TritonDraftOps, kernels_know
@@ -57,6 +58,7 @@ class Sources:
     seeds: Iterator[int]
     buffers_for: Callable[[EagerRunner, torch.device, tuple[Hashable, ...]], Buffers]
     step_costs: Callable[[int], StepCosts]  # at a length of text
+    all_steps: bool = False  # drafts take all their steps, wherever they stop; for a warm-up
     lookup: Lookup | None = None  # follows the text through all plans
     candidates: CandidateDraft | None = None  # the user's generator, if it drafts
 
@@ -167,10 +169,12 @@ class Sources:
         if translation is not None:
             parts_of_it = buffers, model, round, ops, hooks, self.stats
             return TranslatedDrafter(*parts_of_it, text=text, attention=self._own_attention)
+        stepwise = self.static_shapes and head is None and plan.stops_early
         # The kernels do not know the first column that a recurrent draft can read again.
         if self.in_triton and head is None and not runner.is_recurrent and kernels_know(policy, gamma, hooks):
-            ops = TritonDraftOps(round, model, hooks, buffers)
-        return Drafter(buffers, model, round, ops, hooks, self.stats)
+            ops = TritonDraftOps(round, model, hooks, buffers, stepwise)
+        parts_of_it = buffers, model, round, ops, hooks, self.stats
+        return StepwiseDrafter(*parts_of_it, all_steps=self.all_steps) if stepwise else Drafter(*parts_of_it)
 
     @property
     def _own_attention(self) -> Tensor:

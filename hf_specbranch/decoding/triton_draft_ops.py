@@ -28,6 +28,7 @@ from ..kernels.rounds import (
     resolve_pending,
     send,
 )
+from ..kernels.spans import SPANS
 from ..runtime.static_buffers import Buffers
 from .draft_model import DraftModel
 from .draft_state import DraftRound, branch_depth
@@ -54,9 +55,12 @@ class TritonDraftOps:
         model: the draft model.
         hooks: rules that the kernels know; see `kernels_know`.
         buffers: where further memory comes from.
+        stepwise: each step of a new draft is a stage of its own, and finds its inputs where the last one has left them.
     """
 
-    def __init__(self, round: DraftRound, model: DraftModel, hooks: HookList, buffers: Buffers) -> None:
+    def __init__(
+        self, round: DraftRound, model: DraftModel, hooks: HookList, buffers: Buffers, stepwise: bool = False
+    ) -> None:
         self.round, self.model, self.device = round, model, round.pending.device
         pending, side = round.pending, round.side
         self.pending = PendingBuffers(
@@ -77,6 +81,7 @@ class TritonDraftOps:
         self.cuts_by_confidence = not round.policy.forks or all(
             type(hook).keep is SpeculationHook.keep for hook in others
         )
+        self.kept = kept_inputs(buffers, pending.count) if stepwise else None
         self.inputs: ForwardInputs | None = None  # of the next step; `extend` writes them
 
     # ---- propose
@@ -98,14 +103,16 @@ class TritonDraftOps:
 
     def draft_inputs(self, step: int) -> ForwardInputs | None:
         if step > 0:
+            self.inputs = self.kept or self.inputs
             return self.inputs
-        self.inputs = self._pending_inputs(1)
-        return self._pending_inputs(2)  # the target's own token, and perhaps one before it
+        self.inputs = self._fill(self.kept or self._empty_inputs(1))
+        return self._fill(self._empty_inputs(2))  # the target's own token, and perhaps one before it
 
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         assert logits is not None
         epsilon = self.epsilon if stops else 0.0
-        self._advance(logits[:, -1:], flag, bound, further=further, epsilon=epsilon, sticky=stops)
+        inclusive = stops and self.round.sends_uncertain
+        self._advance(logits[:, -1:], flag, bound, further=further, epsilon=epsilon, sticky=stops, inclusive=inclusive)
 
     def send(self, kept: Tensor | None) -> None:
         round = self.round
@@ -123,7 +130,7 @@ class TritonDraftOps:
     # ---- branch
 
     def point_inputs(self) -> ForwardInputs | None:
-        self.inputs = self._pending_inputs(1)
+        self.inputs = self._fill(self._empty_inputs(1))
         return self.inputs
 
     def fork(self) -> None:
@@ -187,10 +194,16 @@ class TritonDraftOps:
         positions = self.model.positions
         advance(logits, self.pending, self.inputs, positions, flag, bound, self.round.count, noise=noise, **how)
 
-    def _pending_inputs(self, queries: int) -> ForwardInputs:
-        inputs = self._empty_inputs(queries)
+    def _fill(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Write the last tokens of each pending draft to the inputs of a forward."""
         pending_inputs(self.pending, self.model.positions, self.model.first, inputs)
         return inputs
 
     def _empty_inputs(self, queries: int) -> ForwardInputs:
         return empty_inputs(self.pending.rows, queries, self.device)
+
+
+def kept_inputs(buffers: Buffers, rows: int) -> ForwardInputs:
+    """Return memory for the inputs of one step that stays where it is."""
+    tokens, slots, positions = (buffers.tensor(f"step.{name}", (rows, 1)) for name in ("tokens", "slots", "positions"))
+    return ForwardInputs(tokens, slots, positions, buffers.tensor("step.spans", (rows, 1, 4), SPANS))

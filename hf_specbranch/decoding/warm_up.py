@@ -74,6 +74,7 @@ def _capture_all(assembly: Assembly, progress: Progress) -> None:
     for runner in assembly.runners[0 if call.ranks is None else 1 :]:
         progress.doing(f"{call.rows} rows: prefill")
         _prefill_all_sizes(runner, call.rows)
+    assembly.all_steps = True
     parts = assembly.parts()
     feedback = read_prompt(parts)
     with assembly.overlap() as overlap:

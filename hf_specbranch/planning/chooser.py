@@ -18,6 +18,9 @@ LENGTHS = {True: (1, 2, 3, 4, 6, 8, 12), False: (2, 4, 6, 8)}
 THRESHOLDS = {True: (0.02,), False: (0.2, 0.4)}
 REJECTION_BRANCHES = {True: (12,), False: (0, 4)}
 TREE_LEAVES = {True: (0, 8), False: (0,)}  # a wider pass costs more on a CPU
+# A captured draft whose steps take long stops where it is uncertain: earlier, the more a step costs. One length serves.
+STEPWISE_LENGTH, STEPWISE_THRESHOLDS = 8, (0.4, 0.7)
+LONG_STEP = 1.5e-4  # seconds; ten times what it costs to wait for a step
 BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
 MIN_GAIN = 1.03  # a plan replaces the current one if it is predicted to be this much faster
 MIN_PREDICTED_GAIN = 1.06  # the same where costs are only predicted, and the gain is less certain
@@ -32,40 +35,51 @@ class Choice(NamedTuple):
     tokens_per_pass: float
 
 
-def plans_within(config: SpecBranchConfig, captured: bool) -> list[SpecBranchConfig]:
+def plans_within(config: SpecBranchConfig, captured: bool, step: float = 0.0) -> list[SpecBranchConfig]:
     """Return all plans that `policy="auto"` may choose from; what the user has set is kept.
 
     Args:
         config: the user's settings.
         captured: stages are captured as CUDA graphs.
+        step: the predicted seconds of a draft step.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
         >>> {plan.max_draft_length for plan in plans_within(SpecBranchConfig(max_draft_length=3), captured=True)}
         {3}
     """
-    return list(_plans_within(config, captured))
+    return list(_plans_within(config, captured, captured and step >= LONG_STEP))
 
 
 @lru_cache(maxsize=8)  # every call asks, usually with the settings of the last one
-def _plans_within(config: SpecBranchConfig, captured: bool) -> tuple[SpecBranchConfig, ...]:
-    lengths = LENGTHS[captured] if config.max_draft_length == "auto" else (config.draft_length,)
-    given = config.confidence_threshold
-    thresholds = THRESHOLDS[captured] if isinstance(given, str) else (given,)
-    plans = []
-    for length, epsilon in product(lengths, thresholds):
-        lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_TOKENS)
-        plan = replace(config, max_draft_length=length, confidence_threshold=epsilon, prompt_lookup_num_tokens=lookup)
-        vanilla = replace(plan, policy="vanilla", max_rejection_branches=0, overlap=False)
-        for leaves in TREE_LEAVES[captured]:
-            fitting = max(0, min(leaves, BLOCK_SIZE - 2 - length)) if captured else leaves
-            leaves = _given_or(config.tree_leaves, fitting)
-            plans.append(replace(vanilla, tree_leaves=leaves))
-            for count in REJECTION_BRANCHES[captured]:
-                branches = _given_or(config.max_rejection_branches, count)
-                plans.append(replace(plan, policy="specbranch", max_rejection_branches=branches, tree_leaves=leaves))
+def _plans_within(config: SpecBranchConfig, captured: bool, stepwise: bool) -> tuple[SpecBranchConfig, ...]:
+    length, epsilon = config.max_draft_length, config.confidence_threshold
+    lengths = LENGTHS[captured] if isinstance(length, str) else (length,)
+    thresholds = THRESHOLDS[captured] if isinstance(epsilon, str) else (epsilon,)
+    whole = single = list(product(lengths, thresholds))
+    if stepwise and isinstance(epsilon, str):
+        single = list(product((STEPWISE_LENGTH if isinstance(length, str) else length,), STEPWISE_THRESHOLDS))
+    lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_TOKENS)
+    plan = replace(config, prompt_lookup_num_tokens=lookup)
+    vanilla = replace(plan, policy="vanilla", max_rejection_branches=0, overlap=False)
+    plans = list(_drafting(vanilla, single, captured))
+    for branches in REJECTION_BRANCHES[captured]:
+        ahead = replace(
+            plan, policy="specbranch", max_rejection_branches=_given_or(config.max_rejection_branches, branches)
+        )
+        plans += _drafting(ahead, whole, captured)
     autoregressive = replace(plans[0], policy="autoregressive", tree_leaves=0)
     return tuple(dict.fromkeys([autoregressive, *plans]))
+
+
+def _drafting(
+    plan: SpecBranchConfig, lengths_and_thresholds: list[tuple[int, float]], captured: bool
+) -> Iterator[SpecBranchConfig]:
+    """Yield the plan with each of these lengths and thresholds, with and without tree leaves."""
+    for (length, epsilon), leaves in product(lengths_and_thresholds, TREE_LEAVES[captured]):
+        fitting = max(0, min(leaves, BLOCK_SIZE - 2 - length)) if captured else leaves
+        leaves = _given_or(plan.tree_leaves, fitting)
+        yield replace(plan, max_draft_length=length, confidence_threshold=epsilon, tree_leaves=leaves)
 
 
 def _given_or(given: int | str, default: int) -> int:

@@ -172,7 +172,9 @@ class _Player:
         most = self.gamma * self.branches
         self.rejection_branches = min(int(config.max_rejection_branches), most)
         self.tree_leaves = min(int(config.tree_leaves), most)
-        self.captured = [self._captured_rounds(has_pending) for has_pending in (False, True)] if captured else None
+        self.sends_uncertain = captured and not self.policy.drafts_ahead  # see `DraftRound`
+        self.stepwise = captured and config.stops_early
+        self.captured = [self._captured_rounds(steps) for steps in range(self.gamma + 1)] if captured else None
 
     def __iter__(self) -> Iterator[Round]:
         ahead, captured, end = self.policy.drafts_ahead, self.captured, self.end
@@ -185,13 +187,17 @@ class _Player:
             room = end - at
             sent = self._num_sent(at, pending, room - 1)
             committed, survived = self._resolve(at, sent, ahead and room > sent + 1)
-            yield captured[pending > 0][committed] if captured else self._eager(at, pending, room, sent, committed)
+            if captured is not None:
+                yield captured[self._captured_steps(pending, sent)][committed]
+            else:
+                yield self._eager(at, pending, room, sent, committed)
             at, pending = at + committed, survived
 
     def _num_sent(self, at: int, pending: int, limit: int) -> int:
         """Return how many draft tokens are sent: the pending draft, or a new one, up to where confidence is too low."""
         if not pending:
-            return min(self.confident[at], self.gamma, limit) if self.policy.drafts_first else 0
+            confident = self.confident[at] + self.sends_uncertain
+            return min(confident, self.gamma, limit) if self.policy.drafts_first else 0
         return min(self.confident[at] if self.policy.forks else pending, pending, self.gamma, limit)
 
     def _resolve(self, at: int, sent: int, ahead: bool) -> tuple[int, int]:
@@ -215,16 +221,21 @@ class _Player:
         # An accepted leaf brings one token more, the leaf continuation. A branch survives if it holds that token too.
         return correct + 2, survived - 1 if survived and self.rank[following] == 0 else 0
 
-    def _captured_rounds(self, has_pending: bool) -> list[Round]:
-        """Return the rounds of captured stages by committed tokens: all steps run, over as many branches as allowed.
+    def _captured_rounds(self, steps: int) -> list[Round]:
+        """Return the rounds of captured stages with so many steps before the pass, by committed tokens.
 
-        Args:
-            has_pending: draft tokens are pending when the round begins.
+        The pass has room for the longest draft, and overlapped steps run over as many branches as allowed.
         """
-        before = 0 if has_pending or not self.policy.drafts_first else self.gamma
         overlapped, width = (1 + self.depth, self._max_width) if self.policy.drafts_ahead else (0, 0)
         sent, most = self.gamma + self.tree_leaves, self.gamma + 1
-        return [Round(sent, committed, before, overlapped, width) for committed in range(most + 1)]
+        return [Round(sent, committed, steps, overlapped, width) for committed in range(most + 1)]
+
+    def _captured_steps(self, pending: int, sent: int) -> int:
+        """Return the draft steps before a pass: none if a draft is pending, all of them unless each is a stage."""
+        if pending or not self.policy.drafts_first:
+            return 0
+        needed = sent if self.sends_uncertain else sent + 1
+        return max(1, min(needed, self.gamma)) if self.stepwise else self.gamma
 
     def _eager(self, at: int, pending: int, room: int, sent: int, committed: int) -> Round:
         """Return a round of eager stages, which run the steps that are needed."""

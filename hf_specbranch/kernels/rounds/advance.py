@@ -1,7 +1,7 @@
 """The end of a draft step: from the draft's logits to a distribution, a chosen token and the inputs of the next step.
 
-The pending draft gains the chosen token where its row goes on and the confidence is at least epsilon; a side branch
-gains its token in any case.
+The pending draft gains the chosen token where its row goes on. It stops where the confidence is below epsilon, before
+that token or after it. A side branch gains its token in any case.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def advance(
     further: int = 0,
     epsilon: float = 0.0,
     sticky: bool = False,
+    inclusive: bool = False,
     side: SideBranchBuffers | None = None,
     step: int = 0,
     noise: Tensor | None = None,
@@ -42,8 +43,9 @@ def advance(
         bound: [B] the column where they stop, but for `further`.
         count: [B] drafted tokens, added to.
         further: added to the bound.
-        epsilon: a pending draft stops before a token with less confidence.
+        epsilon: a pending draft stops at a token with less confidence.
         sticky: a row that stops is taken out of `flag`.
+        inclusive: the token at which it stops is appended too.
         side: the side branches, extended too if given.
         step: which step of the side branches this is.
         noise: [B, Q, V'] exponential random numbers, with which tokens are drawn; None takes the likeliest.
@@ -61,7 +63,8 @@ def advance(
         count, flag, bound, *(side or unused), *inputs, positions, further, epsilon, step,
         logits.stride(0), logits.stride(1), known, vocabulary, pending.ids.stride(0), pending.ring, others, depth,
         positions.stride(0), inputs.tokens.stride(0), logits.shape[1],
-        STICKY=sticky, DRAWS=noise is not None, WHOLE=whole, CHUNKS=chunks, BLOCK=chunk_size(known), OUT_BLOCK=block,
+        STICKY=sticky, INCLUSIVE=inclusive, DRAWS=noise is not None, WHOLE=whole, CHUNKS=chunks,
+        BLOCK=chunk_size(known), OUT_BLOCK=block,
         num_warps=memory.warps(block) if whole else 1,
     )  # fmt: skip
     if not whole:
@@ -83,7 +86,8 @@ def _advance_kernel(
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
     inputs_stride: Value, queries: Value,
-    STICKY: constexpr, DRAWS: constexpr, WHOLE: constexpr, CHUNKS: constexpr, BLOCK: constexpr, OUT_BLOCK: constexpr,
+    STICKY: constexpr, INCLUSIVE: constexpr, DRAWS: constexpr, WHOLE: constexpr, CHUNKS: constexpr, BLOCK: constexpr,
+    OUT_BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * row_stride + branch * query_stride
@@ -100,14 +104,17 @@ def _advance_kernel(
         tl.store(next_token + row, best)
         tl.store(cached + row, next_column)
         out = scores + entry * vocabulary
-        goes_on = tl.load(flag + row).to(tl.int1) & (next_column < tl.load(bound + row) + further) & (top >= epsilon)
+        extends = tl.load(flag + row).to(tl.int1) & (next_column < tl.load(bound + row) + further)
+        goes_on = extends & (top >= epsilon)
         if STICKY:
             tl.store(flag + row, goes_on)
-        tl.store(ids + row * ids_stride + next_column, best, mask=goes_on)
-        tl.store(count + row, tl.load(count + row) + goes_on.to(tl.int64))
+        if not INCLUSIVE:
+            extends = goes_on
+        tl.store(ids + row * ids_stride + next_column, best, mask=extends)
+        tl.store(count + row, tl.load(count + row) + extends.to(tl.int64))
         before = tl.load(ids + row * ids_stride + next_column - 1)
-        token = tl.where(goes_on, best, before)
-        column = next_column + goes_on.to(tl.int64) - 1
+        token = tl.where(extends, best, before)
+        column = next_column + extends.to(tl.int64) - 1
         tl.store(end + row, column + 1)
         slot = column
         more = column >= 0
