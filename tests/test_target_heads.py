@@ -331,7 +331,7 @@ def test_the_first_draft_token_is_that_of_transformers():
     target, head = target_and_mtp()
     ids = prompt(1, 12, vocabulary=12)["input_ids"]
     with torch.no_grad():
-        hidden = target(ids[:, :-1], output_hidden_states=[target.config.num_hidden_layers - 1]).hidden_states[-1]
+        hidden = target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         cache = MtpCache(config=target.config.get_mtp_config())
         positions = torch.arange(1, ids.shape[1])[None]
         mask = torch.ones_like(positions)

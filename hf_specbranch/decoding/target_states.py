@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import output_capturing
 
 from ..kernels.rounds import ForwardInputs
 from ..runtime.base import Step
 from ..runtime.static_buffers import Buffers
 from .text import Text
+
+# From transformers 5.23 on, a selection of hidden states counts them from the embeddings, as all of them are counted.
+# Before, it counted layers, and the states of the embeddings were not among those returned.
+COUNTS_EMBEDDINGS = hasattr(output_capturing, "selected_hidden_states")
 
 
 class TargetStates:
@@ -51,6 +56,8 @@ class TargetStates:
     def outputs(self) -> dict[str, Any]:
         """The arguments with which the target returns the hidden states of a prompt: few layers, if it can."""
         layers = self.head.state_layers
+        if COUNTS_EMBEDDINGS:
+            return {"output_hidden_states": layers}
         return {"output_hidden_states": tuple(layer - 1 for layer in layers) if min(layers) > 0 else True}
 
     def record_prompt(self, hidden: Sequence[Tensor], end: int, count: int | None = None) -> None:
@@ -63,7 +70,8 @@ class TargetStates:
             end: the column after the last.
             count: how many of the last columns; by default all that were read.
         """
-        by_layer = dict(enumerate(hidden, 0 if hidden[0] is not None and len(hidden) > self.target_layers else 1))
+        with_embeddings = len(hidden) > self.target_layers and (COUNTS_EMBEDDINGS or hidden[0] is not None)
+        by_layer = dict(enumerate(hidden, 0 if with_embeddings else 1))
         count = by_layer[self.head.state_layers[0]].shape[1] if count is None else count
         begin = max(0, end - count + 1)
         self.entries[:, begin : end + 1] = self._encoded(by_layer, end + 1 - begin)
