@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -29,6 +29,8 @@ BUCKET = 256  # capacity grows in multiples of this many slots
 # takes the driver a fraction of a millisecond for each layer, so a step should serve many rounds; but 1,024 slots for
 # 64 rows would be gigabytes that may never be used.
 LONGEST_STEP, STEP_BYTES = 1024, 8 << 20
+# Layers without keys and values of their own, or without attention; before transformers 5.23, of no class of their own.
+EMPTY_LAYER: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 RECURRENT = LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
 
 
@@ -321,7 +323,7 @@ def why_not_loaded(past: Cache) -> str:
     kinds = {type(layer) for layer in past.layers}
     if isinstance(later := getattr(past, "layer_class_to_replicate", None), type):
         kinds.add(later)
-    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, *RECURRENT}
+    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, EMPTY_LAYER, *RECURRENT}
     if past_length(past) == 0:
         known.add(StaticSlidingWindowLayer)  # `store` writes it through its own update; `load` does not read it
     if any(any(layer.has_previous_state.values()) for layer in past.layers if isinstance(layer, LinearAttentionLayer)):

@@ -23,7 +23,9 @@ from transformers.cache_utils import (
 )
 
 from ..kernels.kept_states import KeptStates
-from .kv_cache import Address, SlotCache, SlotLayer, past_length
+from .kv_cache import EMPTY_LAYER, Address, SlotCache, SlotLayer, past_length
+
+WITHOUT_ATTENTION = ("mlp", "moe")  # kinds of layers that keep nothing
 
 
 class StateHistory:
@@ -160,7 +162,7 @@ class RecurrentCache(SlotCache):
 
     def _layer_like(self, layer: Any) -> Any:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            return SlotLayer(self.address)
+            return layer if isinstance(layer, EMPTY_LAYER) else SlotLayer(self.address)
         if isinstance(layer, DynamicLayer):
             return RecurrentSlotLayer(self.history, self.address, layer.number_of_states)
         return RecurrentLayer(self.history, self.address, layer.number_of_states)
@@ -258,10 +260,11 @@ def is_recurrent(kind: str) -> bool:
     """Return whether layers of this kind keep a recurrent state in their cache, or nothing at all.
 
     Example:
-        >>> is_recurrent("linear_attention"), is_recurrent("hybrid"), is_recurrent("full_attention")
-        (True, True, False)
+        >>> [is_recurrent(kind) for kind in ("linear_attention", "hybrid", "mlp", "full_attention")]
+        [True, True, True, False]
     """
-    return issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer), LinearAttentionLayer)
+    kept_in = EMPTY_LAYER if kind in WITHOUT_ATTENTION else DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer)
+    return issubclass(kept_in, (LinearAttentionLayer, EMPTY_LAYER))
 
 
 def masked_kinds(kinds: list[str]) -> tuple[list[str], dict[str, None]]:
