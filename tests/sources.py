@@ -56,9 +56,18 @@ class DraftSourceTests:
         "processors", [slowly({}), {"repetition_penalty": 1.3}, slowly({"no_repeat_ngram_size": 4})], ids=str
     )
     def test_processors_shape_the_text_as_in_plain_generate(self, processors):
+        self.compare(processors)
+
+    @pytest.mark.slow
+    def test_a_penalty_shapes_the_text_of_static_stages_too(self, static_stages):
+        assert not self.compare({"repetition_penalty": 1.3}).slowed_by
+
+    def compare(self, processors):
+        """Generate a padded batch with these processors and compare; return the statistics."""
         target, draft = repetitive_pair()
-        out, _, asked = self.generated(2, target, draft, do_sample=False, **processors)
+        out, stats, asked = self.generated(2, target, draft, do_sample=False, **processors)
         assert torch.equal(out, target.generate(**asked))
+        return stats
 
     def test_sampled_text_has_the_targets_distribution(self):
         assert self.sampling_p_value() > SMALLEST_P
