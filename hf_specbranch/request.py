@@ -293,9 +293,15 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
     if isinstance(past, Cache) and (reason := why_not_loaded(past)):
         return reason
     for model, role in ((target, "target"), (draft, "draft")):
-        if model is not None and model.training and model.is_gradient_checkpointing:
+        if model is not None and model.training and _checkpoints(model):
             return f"the {role} is in training mode with gradient checkpointing, which turns its cache off"
     return why_adapters_need_plain(target)
+
+
+def _checkpoints(model: PreTrainedModel) -> bool:
+    """Whether gradient checkpointing is on; transformers 5.23 has renamed the property."""
+    new = "is_activation_checkpointing"
+    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
 
 
 def _has_own_generate(model: PreTrainedModel) -> bool:
