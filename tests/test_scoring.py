@@ -77,7 +77,7 @@ class Tape:
 
 
 def test_a_guide_shows_each_prefix_once_and_rewinds():
-    guide = Guide.for_draft([Tape()], prompt=3)
+    guide = Guide.for_draft([Tape()], 3, frozenset(), torch.device("cpu"))
     text, logits = torch.zeros((1, 9), dtype=torch.long), torch.zeros((1, 5))
     for length in (3, 4, 5, 6):
         guide.score(text[:, :length], logits)

@@ -30,6 +30,14 @@ class Candidates(NamedTuple):
     q: Tensor | None  # [n, V] the distributions that the tokens were drawn from
 
 
+class Asked(NamedTuple):
+    """The candidates of one row that are verified in a round."""
+
+    sent: list[int]
+    length: int  # of the text that the generator was given
+    columns: int  # the same with the padding, which processors see
+
+
 def check_generator(generator: CandidateGenerator) -> None:
     """Refuse a generator that needs more than the tokens of the text."""
     if generator.requires_model_outputs:
@@ -136,7 +144,7 @@ class CandidateDraft:
         self.sent = buffers.tensor("candidates.sent", (rows,))
         absent = buffers.tensor("candidates.at", (rows, 1)).fill_(NONE)  # the test of drawn tokens takes one branch
         self.no_branch = BranchStarts(buffers.tensor("candidates.branch", (rows, 1)), absent)
-        self.asked: dict[int, tuple[list[int], int]] = {}  # by row: the candidates with the text, and its length
+        self.asked: dict[int, Asked] = {}  # by row
         learns = type(generator).update_candidate_strategy is not CandidateGenerator.update_candidate_strategy
         self.learns = learns or "update_candidate_strategy" in vars(generator)
 
@@ -173,27 +181,33 @@ class CandidateDraft:
             returned = self.generator.get_candidates(self._on_device(tokens))
             found = checked_candidates(self.name, returned, tokens, self.vocabulary)
         sent = found.tokens[:count]
-        self.asked[row] = tokens + sent, len(tokens)
+        self.asked[row] = Asked(sent, len(tokens), self.text.lengths[row])
         return Candidates(sent, None if found.q is None or not self.draws else found.q[:count].to(self.device))
 
     def _report(self) -> None:
         """Tell the generator what became of its last candidates."""
         asked, self.asked = self.asked, {}
-        for row, (candidates, length) in asked.items() if self.learns else ():
+        if not asked or not self.learns:
+            return
+        scores = self._scores(asked)
+        for row, each in asked.items():
             tokens = self.prompts[row] + self.text.new[row]
-            scores, matches = self._scores(row, candidates, length), len(tokens) - length - 1
-            self.generator.update_candidate_strategy(self._on_device(tokens), scores, matches)
+            matches, own = len(tokens) - each.length - 1, scores[row : row + 1, : len(each.sent) + 1].clone()
+            self.generator.update_candidate_strategy(self._on_device(tokens), own, matches)
 
-    def _scores(self, row: int, candidates: list[int], length: int) -> Tensor:
-        """[1, n + 1, V] the target's scores at the candidates of a row and after them."""
-        count = len(candidates) - length + 1
+    def _scores(self, asked: dict[int, Asked]) -> Tensor:
+        """[B, N + 1, V] the target's scores at the candidates of each row and after them."""
         if not self.buffers.static_shapes:
             assert self.verifier.scores is not None
-            return self.verifier.scores[row : row + 1, :count].clone()
-        logits = self.verifier.logits[row : row + 1, :count].to(self.device, torch.float32)
-        ids = self._on_device(candidates)[:, None].expand(-1, count, -1)
-        lengths = torch.arange(length, length + count, device=self.device)[None]
-        return self.verifier.score(logits.clone(), lambda: Prefixes(ids, lengths))
+            return self.verifier.scores
+        logits = self.verifier.logits.to(self.device, torch.float32)
+        ids, before = self.text.ids.clone(), [1] * self.text.ids.shape[0]
+        for row, each in asked.items():  # the text has its own tokens in place of rejected ones
+            before[row] = each.columns
+            ids[row, each.columns : each.columns + len(each.sent)] = torch.tensor(each.sent, device=self.device)
+        columns = torch.arange(logits.shape[1], device=self.device)
+        lengths = torch.tensor(before, device=self.device)[:, None] + columns
+        return self.verifier.score(logits, lambda: Prefixes(ids[:, None].expand(-1, len(columns), -1), lengths))
 
     def _on_device(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([tokens], device=self.device)  # a new tensor: a generator may write to it

@@ -78,12 +78,12 @@ class DraftModel:
         self.scorer: Scorer | None = None
         if processors:
             if buffers.static_shapes:
-                self.scorer = StaticScorer(processors, buffers, "draft", vocabulary)
+                self.scorer = StaticScorer(processors, buffers, "draft", rows, vocabulary)
             else:
                 self.scorer = ExactScorer(processors, self.device)
         # A guide follows one pending draft, from a prompt it has read; rows of a batch would each need their own state.
         guided = rows == 1 and length > 0 and any(can_guide(processor) for processor in processors)
-        self.guide = Guide.for_draft(processors, length, ends) if guided else None
+        self.guide = Guide.for_draft(processors, length, ends, self.device) if guided else None
 
     def set_padding(self, padding: Tensor, length: int) -> None:
         """Note how many columns [B, 1] come before each row's text, in a prompt of `length` columns."""

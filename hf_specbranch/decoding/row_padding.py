@@ -25,7 +25,7 @@ from ..runtime.selection import idle_for
 from ..stats import SpecBranchStats
 from .call import Call
 from .policies import POLICIES
-from .scoring import has_static_form
+from .scoring import has_static_form, with_copies_of_first_row
 
 MOST = 2  # a batch is padded to at most so many times its rows
 CAPTURE_SECONDS = 0.5  # to capture the stages of a batch size
@@ -80,7 +80,9 @@ def with_rows(call: Call, rows: int) -> Call:
     given = {name: call.model_kwargs.get(name) for name in PER_ROW}
     inputs = {name: padded(each) for name, each in given.items() if each is not None and each.shape[0] == call.rows}
     kwargs = {**call.model_kwargs, **inputs}
-    return replace(call, input_ids=padded(call.input_ids), model_kwargs=kwargs, padding=more)
+    processors = [with_copies_of_first_row(each, more) for each in call.processors]
+    ids = padded(call.input_ids)
+    return replace(call, input_ids=ids, model_kwargs=kwargs, processors=processors, padding=more)
 
 
 def count_padding(call: Call, stats: SpecBranchStats) -> None:

@@ -165,18 +165,46 @@ def score_positions(processors: Sequence[Processor], prefixes: list[list[Tensor]
             flat = scores.reshape(-1, scores.shape[-1])
             scores = processor(torch.empty((flat.shape[0], 0), dtype=torch.long), flat).view_as(logits)
         else:
-            rows = [
-                torch.cat([processor(prefix, scores[b, j : j + 1]) for j, prefix in enumerate(row)])
-                for b, row in enumerate(prefixes)
-            ]
+            rows = []
+            for b, row in enumerate(prefixes):
+                own = for_row(processor, b)
+                rows.append(torch.cat([own(prefix, scores[b, j : j + 1]) for j, prefix in enumerate(row)]))
             scores = torch.stack(rows)
     return scores
+
+
+# ---- The repetition penalty ignores so many columns of each row: None or an integer, or, from transformers 5.23 on, a
+# tensor [B] with the padding of each row. Nothing else depends on which it is.
+
+
+def ignored_columns(processor: Processor) -> Tensor | None:
+    """[B] the columns at the beginning of each row that a processor ignores; None if rows do not differ."""
+    ignored = processor.prompt_ignore_length if type(processor) in BY_TOKENS else None
+    return ignored if isinstance(ignored, Tensor) else None
+
+
+def for_row(processor: Processor, row: int) -> Processor:
+    """Return a processor as it is called with the text [1, L] of one row."""
+    ignored = ignored_columns(processor)
+    return processor if ignored is None else _ignoring(processor, ignored[row : row + 1])
+
+
+def with_copies_of_first_row(processor: Processor, more: int) -> Processor:
+    """Return a processor for a batch in which copies of the first row follow the last."""
+    ignored = ignored_columns(processor)
+    return processor if ignored is None else _ignoring(processor, torch.cat([ignored, ignored[:1].expand(more)]))
+
+
+def _ignoring(processor: Processor, ignored: Tensor | None) -> Processor:
+    copied = copy.copy(processor)
+    copied.prompt_ignore_length = ignored
+    return copied
 
 
 def has_static_form(processor: Processor) -> bool:
     """Return whether `StaticScorer` can apply this processor."""
     if type(processor) in BY_TOKENS:
-        return not processor.prompt_ignore_length
+        return ignored_columns(processor) is not None or not processor.prompt_ignore_length
     return type(processor) in (*BY_SCORES, *BY_LENGTH) or isinstance(processor, RowProcessor)
 
 
@@ -187,6 +215,8 @@ def signature(processor: Processor) -> Hashable:
     settings = dict(vars(processor))
     if type(processor) in BY_LENGTH:  # the length itself is in a static buffer
         settings = {"eos_token_id": tuple(processor.eos_token_id.tolist())}
+    if type(processor) in BY_TOKENS:  # so are the columns that it ignores
+        settings = {"penalty": processor.penalty}
     return type(processor).__name__, tuple(sorted(settings.items()))
 
 
@@ -197,19 +227,28 @@ class StaticScorer:
         processors: each has a static form.
         buffers: where the memory comes from.
         name: names the memory, which every scorer has of its own.
+        rows: how many rows are scored.
         vocabulary: how many tokens are scored.
     """
 
-    def __init__(self, processors: Sequence[Processor], buffers: Buffers, name: str, vocabulary: int) -> None:
+    def __init__(
+        self, processors: Sequence[Processor], buffers: Buffers, name: str, rows: int, vocabulary: int
+    ) -> None:
         self.processors = list(processors)
         self.shortest: dict[int, Tensor] = {}  # [1] the text may not end below this length
         self.ends: dict[int, Tensor] = {}  # [V] bool: the end-of-sequence tokens
+        self.ignored: dict[int, Tensor] = {}  # [B] columns at the beginning of each row that do not count
         for index, processor in enumerate(processors):
             if type(processor) in BY_LENGTH:
                 memory = buffers.tensor(f"{name}.shortest{index}", (1,))
                 self.shortest[index] = memory.fill_(_shortest(processor))
                 self.ends[index] = buffers.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
                 self.ends[index][processor.eos_token_id.to(buffers.device)] = True
+            elif type(processor) in BY_TOKENS:
+                self.ignored[index] = buffers.tensor(f"{name}.ignored{index}", (rows,))
+                if (ignored := ignored_columns(processor)) is not None:
+                    self.ignored[index].copy_(ignored)
+                    self.processors[index] = _ignoring(processor, None)
         self.by_row = {
             index: processor.settings_in(buffers, f"{name}.rows{index}")
             for index, processor in enumerate(processors)
@@ -224,18 +263,30 @@ class StaticScorer:
                 scores = scores.masked_fill(too_short & self.ends[index], float("-inf"))
             elif index in self.by_row:
                 scores = processor.score(scores, prefixes().length, self.by_row[index])
+            elif index in self.ignored:
+                scores = _penalised(processor, scores, prefixes(), self.ignored[index])
             else:
                 flat = scores.reshape(-1, scores.shape[-1])
-                text = _repeated(prefixes()) if type(processor) in BY_TOKENS else flat.new_empty((0, 0))
-                scores = processor(text, flat).view_as(logits)
+                scores = processor(flat.new_empty((0, 0)), flat).view_as(logits)
         return scores
 
 
-def _repeated(prefixes: Prefixes) -> Tensor:
-    """Return [B * n, C] each prefix, padded with its own first token: the same set of tokens, in a static shape."""
-    columns = torch.arange(prefixes.ids.shape[2], device=prefixes.ids.device)
-    real = columns < prefixes.length[:, :, None]
-    return torch.where(real, prefixes.ids, prefixes.ids[:, :, :1]).flatten(0, 1)
+def _penalised(processor: Processor, scores: Tensor, prefixes: Prefixes, ignored: Tensor) -> Tensor:
+    """Return the scores [B, n, V] after a processor that reads which tokens are in the text, in a static shape.
+
+    Columns that do not count hold one token more than there are, and its score is dropped.
+
+    Args:
+        processor: it ignores no columns of its own.
+        scores: [B, n, V].
+        prefixes: the text before each position.
+        ignored: [B] columns at the beginning of each row that do not count.
+    """
+    columns, vocabulary = torch.arange(prefixes.ids.shape[2], device=prefixes.ids.device), scores.shape[2]
+    counts = (columns >= ignored[:, None, None]) & (columns < prefixes.length[:, :, None])
+    text = torch.where(counts, prefixes.ids, vocabulary).flatten(0, 1)  # [B * n, C]
+    processed: Tensor = processor(text, torch.nn.functional.pad(scores, (0, 1)).flatten(0, 1))
+    return processed[:, :vocabulary].reshape(scores.shape)
 
 
 def _shortest(processor: Any) -> int:
@@ -262,10 +313,12 @@ class Guide:
         self.called = prompt  # the same for the forks; shorter once the draft has ended
 
     @classmethod
-    def for_draft(cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int] = frozenset()) -> Guide:
+    def for_draft(
+        cls, processors: Sequence[Processor], prompt: int, ends: frozenset[int], device: torch.device
+    ) -> Guide:
         """Return a guide with forks of the opaque processors that can be forked; the others must not see drafts."""
         usable = [p for p in processors if not is_opaque(p) or can_guide(p)]
-        return cls([p.fork() if is_opaque(p) else p for p in usable], prompt, ends)
+        return cls([p.fork() if is_opaque(p) else copied_to(device, p) for p in usable], prompt, ends)
 
     def score(self, prefix: Tensor, logits: Tensor) -> Tensor:
         """Return scores [1, V] for the token after `prefix` [1, L]; `L` must not skip a length."""

@@ -78,7 +78,7 @@ class Verifier:
         self.scorer: Scorer | None = None
         if processors:
             if buffers.static_shapes:
-                self.scorer = StaticScorer(processors, buffers, "verifier", vocabulary)
+                self.scorer = StaticScorer(processors, buffers, "verifier", rows, vocabulary)
             else:
                 self.scorer = ExactScorer(processors, text.ids.device)
         self.host_copies = HostCopies(text.ids.device)
