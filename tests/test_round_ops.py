@@ -941,7 +941,8 @@ def test_unknown_varying_is_noticed():
 
 
 TYPES = {
-    int: "i32", float: "fp32", torch.int64: "*i64", torch.bool: "*i1", torch.float32: "*fp32", torch.bfloat16: "*bf16",
+    int: "i32", float: "fp32", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
 }  # fmt: skip
 
 
@@ -1053,7 +1054,7 @@ def test_background_build_covers_the_first_rounds():
         target._pass(draft_tokens, SMALLEST, lambda *_: Step(logits))
         verifier._verify_in_triton(logits, draft_tokens, branches, drafted, verify_result)
     built, needed = aside.specializations, rounds_begin.specializations
-    assert len(built) == 4 and len(needed) == 2 and needed <= built
+    assert len(needed) == 2 and needed <= built
 
 
 @pytest.mark.slow

@@ -307,9 +307,10 @@ class Accounting:
         self.pending = [each.pending for each, row in zip(resolved, rows) if not row.finished]
 
     def flush(self) -> None:
-        """Count the round that was added last."""
+        """Count the round that was added last, except for rows that had ended while it was in flight."""
         for each in self.uncounted:
-            count_round(self.stats, *each)
+            if each[1].committed:
+                count_round(self.stats, *each)
         self.uncounted = []
 
     def close(self) -> None:
