@@ -7,6 +7,12 @@ COMPAT ?= .venv-compat
 # The oldest transformers that the package accepts, and further releases that `make matrix` tries.
 OLDEST ?= 5.15.0
 RELEASES ?= $(OLDEST) 5.17.0 5.19.0
+# Other builds of torch and other interpreters that `make matrix` tries, each in its own environment; empty for none. A torch
+# is tried with the oldest transformers, an interpreter (a command, such as python3.13) with what pip chooses for it.
+TORCHES ?= 2.6.0
+PYTHONS ?=
+# Further requirements of an environment.
+PINS ?=
 BIN := $(VENV)/bin
 # Test processes at a time; each uses one thread.
 JOBS ?= 2
@@ -18,7 +24,7 @@ SUBSET ?= compat and not slow and not matrix
 # Bytecode is written even where the caller's environment says otherwise: the test processes share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all matrix dist lint oldest docs clean
+.PHONY: demo test test-all matrix suite dist lint oldest docs clean
 
 demo: $(VENV)/.ready  ## generate text with the embedded pair, plain and speculative
 	$(BIN)/python examples/demo.py
@@ -31,11 +37,20 @@ test-all: $(VENV)/.ready  ## the same, with the long tests
 	$(MAKE) --no-print-directory -j 2 lint oldest SUBSET=compat
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED)
 
-matrix: $(VENV)/.ready  ## the tests for several releases of transformers, each in its own environment
+matrix: $(VENV)/.ready  ## the tests for several releases of transformers and torch, each in its own environment
 	@for release in $(RELEASES); do \
 		$(MAKE) --no-print-directory COMPAT=.venv-$$release OLDEST=$$release .venv-$$release/.ready && \
 		.venv-$$release/bin/python -m pytest -n $(JOBS) $(SHARED) -m "compat and not slow" || exit 1; \
 	done
+	@for torch in $(TORCHES); do \
+		$(MAKE) --no-print-directory suite VENV=.venv-torch-$$torch TORCH=torch==$$torch PINS=transformers==$(OLDEST) || exit 1; \
+	done
+	@for python in $(PYTHONS); do \
+		$(MAKE) --no-print-directory suite VENV=.venv-$${python##*/} PYTHON=$$python TORCH=torch || exit 1; \
+	done
+	$(MAKE) --no-print-directory suite
+
+suite: $(VENV)/.ready  ## all tests but the slow ones, in one environment
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARED) -m "not slow"
 
 dist: $(VENV)/.ready  ## the wheel and the source archive, checked
@@ -60,7 +75,7 @@ docs: $(VENV)/.ready
 # those that are imported.
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile "$(TORCH)" -e ".[test,plot]"
+	$(BIN)/python -m pip install -q --no-compile "$(TORCH)" $(PINS) -e ".[test,plot]"
 	touch $@
 
 # All packages of the first environment, except transformers and what it needs in other versions.

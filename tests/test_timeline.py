@@ -151,8 +151,11 @@ def test_waits_are_the_gaps_in_each_models_work():
     assert waits(recording) == [Wait(TARGET, 1.0, 2.0), Wait(DRAFT, 4.0, 8.0)]
 
 
-def test_without_a_draft_nobody_waits():
-    assert waits(by_hand([Block(TARGET, "verify", 1, 0.0, 1.0, [[]], forwards=1)])) == []
+def test_without_a_draft_model_nobody_waits():
+    passes = [Block(TARGET, "verify", number, 2.0 * number, 2.0 * number + 1, [[]], forwards=1) for number in (1, 2)]
+    assert waits(by_hand(passes)) == []
+    looked_up = Block(DRAFT, "draft", 2, 3.5, 3.6, [[0, 1]], forwards=0)
+    assert waits(by_hand([passes[0], looked_up, passes[1]])) == []
 
 
 # ---- files

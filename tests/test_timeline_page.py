@@ -254,7 +254,22 @@ def test_zoom_and_pan(opened, how):
     assert all(before[0] != after[0] for before, after in pairwise(seen))
     lanes.press("0")
     assert "width: 100%" in shown_time(page)[1]
-    assert page.locator(".block:visible").count() == page.locator(".block").count()
+    passes = ".block:not(.wait)"  # waits of less than a pixel are not drawn
+    assert page.locator(f"{passes}:visible").count() == page.locator(passes).count()
+
+
+def test_first_view_of_looked_up_drafts_shows_whole_passes(tab, tmp_path):
+    """A lookup takes almost no time, and must not decide how much time is shown."""
+    target, _, tokenizer = load_demo_pair("weak")
+    prompt = "a = [1, 2, 3, 4, 5, 6]\na = [1, 2, 3, 4, 5, 6]\na ="
+    found = record(specbranch(target, draft="lookup"), tokenizer, prompt, max_new_tokens=16, do_sample=False)
+    assert found.stats.num_draft_tokens > 0 and found.stats.draft_forwards == 0
+    path = tmp_path / "timeline.html"
+    path.write_text(timeline_page([found]), encoding="utf-8")
+    tab.goto(path.as_uri())
+    settled(tab)
+    assert tab.locator(".lane:not(.axis) .block:visible .cell.own").count() > 1
+    assert tab.locator(".waits").count() == 0
 
 
 def test_both_runs_share_one_scale_of_time(opened):

@@ -18,9 +18,9 @@ class Wait(NamedTuple):
 def waits(recording: Recording) -> list[Wait]:
     """Return the gaps in the work of each model, from the first round after the prompt to the end of the last.
 
-    Without a draft nobody waits.
+    Without a draft model nobody waits. A lookup is no work of a model: it has no forwards.
     """
-    rounds = [block for block in recording.blocks if block.name != PROMPT]
+    rounds = [block for block in recording.blocks if block.name != PROMPT and block.forwards]
     if all(block.lane == TARGET for block in rounds):
         return []
     begin, end = min(block.begin for block in rounds), max(block.end for block in rounds)

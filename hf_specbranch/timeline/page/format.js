@@ -33,9 +33,9 @@ function percent(part) {
 function numbers(stats) {
   const shown = [
     ["new_tokens", "new tokens", stats.new_tokens, ""],
-    ["tokens_per_second", "tokens a second", stats.tokens_per_second.toFixed(1), ""],
+    ["tokens_per_second", "tokens per second", stats.tokens_per_second.toFixed(1), ""],
     ["target_forwards", "target passes", stats.target_forwards, ""],
-    ["mean_acceptance_length", "tokens a pass", stats.mean_acceptance_length.toFixed(2), ""],
+    ["mean_acceptance_length", "tokens per pass", stats.mean_acceptance_length.toFixed(2), ""],
   ];
   if (!stats.num_draft_tokens) return shown;
   if (stats.hidden_seconds) shown.push(["hidden_fraction", "drafting hidden", percent(stats.hidden_fraction), ""]);
@@ -52,7 +52,7 @@ function numbers(stats) {
 /** One drafted token's story. */
 function story(run, index) {
   const token = run.drafted[index];
-  const where = token.lane === "draft" ? "drafted before the pass" : token.branch ? `drafted beside the pass on branch ${token.branch + 1}` : "drafted beside the pass on the main branch";
+  const where = token.lane === "draft" ? "drafted before the pass" : token.branch ? `drafted during the pass on branch ${token.branch + 1}` : "drafted during the pass on the main branch";
   const sure = token.confidence === null ? "" : `, confidence ${token.confidence.toFixed(2)}`;
   return `${where} of round ${token.round}${sure}; ${token.fate} by the verify result of round ${token.settled}`;
 }
@@ -70,8 +70,8 @@ function work(block) {
   const cells = block.rows.reduce((sum, row) => sum + row.length, 0);
   const what = {
     target: `a target pass over ${count(cells, "drafted token")}`,
-    draft: cells ? `a draft stage of ${count(cells, "token")}` : "the draft is not sure enough to put down a token",
-    branches: `${count(block.rows.length, "branch", "branches")} of ${count(cells, "token")} together, drafted beside the pass`,
+    draft: !block.forwards ? `${count(cells, "token")} looked up` : cells ? `a draft stage of ${count(cells, "token")}` : "a draft stage that stopped before its first token",
+    branches: `${count(block.rows.length, "branch", "branches")} of ${count(cells, "token")} together, drafted during the pass`,
   };
   const said = block.name === "read the prompt" ? `the ${block.lane} reads the prompt` : what[block.lane];
   return `Round ${block.round}: ${said}, ${duration(block.end - block.begin)}`;

@@ -41,7 +41,8 @@ function runSection(run, view) {
 /** Wide enough that the tokens of a usual block can be read. */
 function readableScale(runs, width) {
   const cell = Math.min(34, 18 + width / 70);
-  const wide = runs.flatMap((run) => run.blocks.filter((b) => b.rows.length && b.rows[0].length).map((b) => (cell * (b.rows[0].length + (b.lane === "target"))) / (b.end - b.begin)));
+  const usual = (b) => b.forwards && b.rows.length && b.rows[0].length; // a lookup takes almost no time
+  const wide = runs.flatMap((run) => run.blocks.filter(usual).map((b) => (cell * (b.rows[0].length + (b.lane === "target"))) / (b.end - b.begin)));
   if (!wide.length) return 0;
   return wide.sort((a, b) => a - b)[Math.floor(wide.length * 0.6)];
 }
