@@ -203,7 +203,7 @@ def test_chat_answers_and_runs_commands(pair):
     said = run("chat", "--max-new-tokens", 6, input="\n".join(lines))
     answer = continuation(pair, PROMPT, 6)
     assert said.exit_code == 0 and said.stdout.count(answer.strip()) == 2
-    for expected in ("no chat template", "policy auto", "no such command", "new conversation", "no answer yet"):
+    for expected in ("no chat template", "policy auto", "no such command", "new conversation", "no answer has ended"):
         assert expected in said.stderr
 
 

@@ -146,6 +146,15 @@ def test_collecting_with_other_settings_is_refused(data, target, draft, tokenize
         collect(target, draft, tokenizer, PROMPTS, data / "prompts.jsonl", data, other, progress=False)
 
 
+def test_progress_of_collecting_ends_at_its_total(tmp_path, target, draft, tokenizer, capsys):
+    for name, most in (("all prompts", 1_000_000), ("ten drafts", 10)):
+        settings = CollectSettings(**{**SETTINGS.__dict__, "max_samples": most, "max_new_tokens": 8})
+        manifest = collect(target, draft, tokenizer, PROMPTS, tmp_path / "p", tmp_path / name, settings)
+        last = capsys.readouterr().err.split("\r")[-1]
+        count = len(manifest.shards)
+        assert f" {count}/{count} " in last and f"drafts={manifest.samples}" in last
+
+
 def test_number_of_drafts_is_bounded(tmp_path, target, draft, tokenizer):
     few = CollectSettings(**{**SETTINGS.__dict__, "max_samples": 30})
     manifest = collect(target, draft, tokenizer, PROMPTS, tmp_path / "p", tmp_path / "out", few, progress=False)
@@ -187,6 +196,29 @@ def test_training_learns_what_can_be_learnt(data):
     assert fitted.report["macro_f1"]["head"] > fitted.report["macro_f1"]["majority"]
     assert fitted.history[-1]["loss"] < fitted.history[0]["loss"]
     assert int(fitted.confusion.sum()) == fitted.report["held_out_lines"]
+
+
+def test_training_says_that_a_head_never_decides(tmp_path, target, tokenizer):
+    """A model that drafts for itself is always right: there is no rollback to avoid."""
+    settings = CollectSettings(**{**SETTINGS.__dict__, "temperatures": (0.0,)})
+    collect(target, target, tokenizer, PROMPTS, tmp_path / "p", tmp_path / "drafts", settings, progress=False)
+    words = ["--data", str(tmp_path / "drafts"), "--out", str(tmp_path / "head"), "--epochs", "1", "--no-pictures"]
+    done = CliRunner().invoke(app, ["head", "train", *words])
+    assert done.exit_code == 0, done.output
+    assert not LengthHead.from_pretrained(tmp_path / "head").config.acts
+    assert "this head never decides anything" in done.stderr
+    assert "this head never decides anything" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_pictures_of_a_head_are_centred(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    history = [{"loss": 1.0, "held_out_loss": 1.1, "held_out_macro_f1": 0.4}]
+    metrics.save_pictures(history, torch.tensor([[5, 1, 0], [2, 9, 3], [0, 1, 4]]), 0.5, tmp_path)
+    for name in ("learning_curve.png", "confusion_matrix.png"):
+        drawn = torch.tensor(image.imread(tmp_path / name)[..., :3]).amin(2) < 0.9
+        columns, rows = drawn.any(0).nonzero()[:, 0], drawn.any(1).nonzero()[:, 0]
+        margins = [columns[0], drawn.shape[1] - 1 - columns[-1], rows[0], drawn.shape[0] - 1 - rows[-1]]
+        assert 5 <= min(margins) and max(margins) <= 20, (name, margins)
 
 
 def test_no_prompt_is_on_both_sides_of_the_split():

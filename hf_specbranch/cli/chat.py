@@ -67,7 +67,7 @@ def _command(line: str, conversation: Conversation) -> None:
     elif line != "/stats":
         note(f"{line}: no such command; {COMMANDS}")
     elif not conversation.stats:
-        note("no answer yet")
+        note("no answer has ended yet: there are no statistics")
     else:
         turns, last = conversation.stats, conversation.stats[-1]
         note(str(last))

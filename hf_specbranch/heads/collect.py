@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..bench.prompts import Prompt
 from ..config import SpecBranchConfig
 from ..decoding.hooks import NO_OPINION, SpeculationHook, Survivor
 from .config import ModelIdentity, tokenizer_hash
-from .dataset import STORED, UNBOUNDED, CollectSettings, Manifest, prompts_record, write_shard
+from .dataset import STORED, CollectSettings, Manifest, prompts_record, write_shard
 from .network import HeadInputs, head_inputs
 
 # How often the drafts of a round are held back, left to confidence, or sent whole: later rounds then start from
@@ -68,8 +69,7 @@ def collect(
     manifest = _resume(manifest, out)
     runs = _runs(len(prompts), settings)
     runner = PairRunner(target, draft, tokenizer)
-    total = settings.max_samples if settings.max_samples < UNBOUNDED else None
-    with tqdm(total=total, initial=manifest.samples, unit="draft", disable=not progress) as bar:
+    with tqdm(total=len(runs), initial=len(manifest.shards), unit="batch", disable=not progress) as bar:
         for number, (rows, temperature) in enumerate(runs):
             if manifest.complete or manifest.samples >= settings.max_samples:
                 break
@@ -78,7 +78,10 @@ def collect(
             texts = [prompts[row].prompt for row in rows]
             samples = runner.record(texts, rows, temperature, settings, seed=settings.seed + number)
             _add_shard(manifest, out, samples, temperature)
-            bar.update(manifest.shards[-1]["samples"])
+            done = len(manifest.shards)
+            bar.total = min(len(runs), ceil(settings.max_samples * done / max(1, manifest.samples)))
+            bar.set_postfix(drafts=manifest.samples, refresh=False)
+            bar.update()
     manifest.complete = True
     manifest.write(out)
     return manifest

@@ -193,5 +193,5 @@ def _confusion_matrix(table: Tensor) -> Any:
 
 def _save(figure: Any, path: Path) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")
-    figure.savefig(unfinished, format="png", dpi=120)
+    figure.savefig(unfinished, format="png", dpi=120, bbox_inches="tight", pad_inches=0.1)  # equal margins
     unfinished.replace(path)
