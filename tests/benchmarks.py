@@ -2,6 +2,8 @@
 
 import copy
 
+import transformers
+
 from hf_specbranch import specbranch
 from hf_specbranch.bench.measure import Benchmark, Plan
 from hf_specbranch.bench.methods import METHODS, Overrides, Pair, check_names
@@ -10,6 +12,9 @@ from .heads import random_head
 from .models import prompt
 
 NEW_TOKENS = 8
+# In transformers 5.15 assisted decoding with drafts of a constant length may call the draft without a token, and fails.
+OWN_ASSISTED_FAILS = transformers.__version__.startswith("5.15.")
+RUNNABLE = [name for name in METHODS if name != "assisted" or not OWN_ASSISTED_FAILS]
 
 
 def tiny_pair(target, draft):
@@ -20,6 +25,6 @@ def benchmark_of_all_methods(pair, *progress, **plan):
     """All methods on two prompts; it is still to be run."""
     prompts = [(f"p{length}", prompt(length=length, seed=length)) for length in (7, 12)]
     plan = Plan(
-        check_names(tuple(METHODS)), Overrides(max_draft_length=4), NEW_TOKENS, sweep=(1, 3), sweep_prompts=1, **plan
+        check_names(tuple(RUNNABLE)), Overrides(max_draft_length=4), NEW_TOKENS, sweep=(1, 3), sweep_prompts=1, **plan
     )
     return Benchmark(pair, prompts, plan, *progress)
