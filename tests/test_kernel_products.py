@@ -232,7 +232,8 @@ def test_kernel_writes_stay_inside_their_tensors(guards, queries):
 @pytest.mark.skipif(INTERPRETED, reason="this test starts the interpreter")
 def test_kernels_equal_references_under_the_interpreter():
     pytest.importorskip("triton")
-    names = ("kernel_products", "kernel_attention", "kernel_experts", "layer_replacement", "lora", "mixtures")
+    layers = ("layer_replacement", "lora", "mixtures")
+    names = ("kernel_products", "kernel_attention", "kernel_dequantise", "kernel_experts", *layers)
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     selected = "test_kernel_ or (test_fused_model_sums_partials and (llama or phi3))"
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files, "-k", selected]

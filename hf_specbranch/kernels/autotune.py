@@ -14,7 +14,7 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor
 
 from ..machine import write_whole
-from .backend import can_run, triton
+from .backend import can_run, power_of_two, triton
 from .gated import gated_product
 from .gemv import MOST_ROWS as FEW_ROWS
 from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN = 0.97  # a plan must beat torch by this factor: measurements of a few microseconds scatter
 Kind = Literal["split-k", "whole", "gated"]  # of products: see `linear_split_k`, `linear`, `gated_product`
+DEQUANTISE = Plan(splits=1, stages=0)  # stored where many rows are multiplied faster by a weight that we dequantise
 
 
 class PlanCache:
@@ -189,6 +190,48 @@ def autotune_quantised(
     plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
     plans.store(key, plan)
     return plan
+
+
+@torch.no_grad()
+def faster_dequantised(
+    product: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor], x: Tensor, name: str, columns: int
+) -> bool:
+    """Return whether many rows are multiplied faster by a dequantised weight than by the layers' own forward.
+
+    Args:
+        product: dequantises the weight and computes x W^T.
+        own: computes the same by the layers' own forward, which may need a package that is missing.
+        x: [rows, K]; numbers of rows up to the same power of two share the answer.
+        name: of the format; part of the key.
+        columns: N.
+    """
+    rows, depth = x.shape
+    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{power_of_two(rows)}|{columns}x{depth}|whole"
+    found, plan = plans.find(key)
+    if not found and is_dry_run():
+        product(x)
+    elif not found and not torch.cuda.is_current_stream_capturing():
+        plan = DEQUANTISE if _eager_seconds(product, x) < MARGIN * _eager_seconds(own, x) else None
+        plans.store(key, plan)
+    return plan is not None
+
+
+def _eager_seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Measure a product that may be impossible to capture; infinity where it cannot run."""
+    times: list[float] = []
+    try:
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(3):
+                product(x)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 3e3)
+    except (ImportError, OSError) as error:  # kernels of other packages
+        logger.debug("a product does not run here: %s", error)
+        return float("inf")
+    return min(times)
 
 
 def _seconds_of_each(

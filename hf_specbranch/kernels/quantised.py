@@ -193,7 +193,7 @@ def _quantised_kernel(
     if ZEROS == "words":
         points = zero + n // 8 * zero_n
     shifts = (strip % 8 * 4)[:, None]
-    group = _group(begin, place, GROUP, BLOCK, WHOLE)
+    group = groups_of_step(begin, place, GROUP, BLOCK, WHOLE)
     factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)  # [STRIP, 1 or WIDTH]
     point = group
     if ZEROS != "none":
@@ -206,7 +206,7 @@ def _quantised_kernel(
         codes = tl.load(left)  # [STRIP, WIDTH]
         states = tl.load(right, mask=(row < rows)[:, None], other=0.0)  # [ROWS, BLOCK]
         # Scales and zero points are loaded one step ahead: a few bytes each, which cannot be copied asynchronously.
-        group = _group(tl.minimum(step + 1, end - 1), place, GROUP, BLOCK, WHOLE)
+        group = groups_of_step(tl.minimum(step + 1, end - 1), place, GROUP, BLOCK, WHOLE)
         next_factor = _scale(scales[:, None] + group[None, :] * scale_k, EXPONENTS)
         next_point = point
         if ZEROS != "none":
@@ -250,7 +250,7 @@ def _quantised_kernel(
 
 
 @jit
-def _group(step: Value, place: Value, GROUP: constexpr, BLOCK: constexpr, WHOLE: constexpr) -> Value:
+def groups_of_step(step: Value, place: Value, GROUP: constexpr, BLOCK: constexpr, WHOLE: constexpr) -> Value:
     """Return the groups of a step: [1] for all of it, or [WIDTH] for each word."""
     if WHOLE:
         return tl.zeros((1,), tl.int32)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..kernels.dequantise import fits, product_of_many_rows
 from ..kernels.linear import BLOCK
+from ..kernels.packed import Packed
 from .products import is_plain
 
 Bits8 = Literal["float8", "int8"]
@@ -21,7 +23,8 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight has eight bits per element and one scale for 128 elements of a row.
 
     Few rows of `x` in half precision run through the kernel of quantised weights, since the tensors are those of a
-    format that it knows (`quantised_formats`). Otherwise the weight is dequantised for each product.
+    format that it knows (`quantised_formats`). Otherwise the weight is dequantised for each product: by a kernel, or
+    by torch where Triton does not run.
 
     Args:
         weight: [N, K], which is not changed.
@@ -39,6 +42,7 @@ class PackedLinear(nn.Module):
     weight: Tensor  # [N, K]
     weight_scale: Tensor  # [N, K / 128] of bfloat16
     bias: Tensor | None  # [N]
+    dequantises = True  # its own forward has no better way for many rows
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Bits8) -> None:
         super().__init__()
@@ -51,6 +55,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias."""
+        packed = Packed(self.weight, self.weight_scale, self.kind, BLOCK)
+        if fits(packed, x.dtype):
+            return product_of_many_rows(x, packed, self.bias)
         groups = self.weight.to(x.dtype).view(self.out_features, -1, BLOCK) * self.weight_scale.to(x.dtype)[:, :, None]
         return functional.linear(x, groups.flatten(1), self.bias)
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..kernels.autotune import Kind, autotune_quantised
-from ..kernels.backend import HALF_PRECISION
+from ..kernels.autotune import Kind, autotune_quantised, faster_dequantised
+from ..kernels.backend import HALF_PRECISION, serves
+from ..kernels.dequantise import fits as can_dequantise
+from ..kernels.dequantise import product_of_many_rows
 from ..kernels.gated import Activation
 from ..kernels.gemv import GEMV_PLANS, fits, gemv
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
@@ -31,6 +33,11 @@ class Operands(NamedTuple):
         if len(self.weights) == 1 and fits(x, self.weights[0], self.biases[0], plan):
             return gemv(x, self.weights[0], self.biases[0], plan)
         return quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
+
+    def of_many_rows(self, x: Tensor) -> Tensor:
+        """Compute x W^T + bias of all layers, one weight dequantised after the other."""
+        products = [product_of_many_rows(x, weight, bias) for weight, bias in zip(self.weights, self.biases)]
+        return torch.cat(products, -1) if len(products) > 1 else products[0]
 
     def gated(self, x: Tensor, activation: Activation, plan: Plan) -> Tensor:
         """Compute act(gate) * up of layers that are one product."""
@@ -56,7 +63,10 @@ def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list
 
 
 class QuantisedProduct(Product):
-    """The product of linear layers with quantised weights. Many rows, and float32, are left to the layers themselves.
+    """The product of linear layers with quantised weights.
+
+    Few rows in half precision run through the kernels. For more rows the weights are dequantised where that is faster
+    than the layers' own forward. Float32 is left to the layers themselves, unless they are our own (`PackedLinear`).
 
     Args:
         layers: the linear layers.
@@ -88,10 +98,29 @@ class QuantisedProduct(Product):
 
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
-        if operands is None or (plan := self._plan(x, kind)) is None:
-            own = [type(layer).forward(layer, x) for layer in self.layers]  # the layer's forward may be this product
-            return torch.cat(own, -1) if len(own) > 1 else own[0]
-        return operands.product(x, plan)
+        if operands is not None and (plan := self._plan(x, kind)) is not None:
+            return operands.product(x, plan)
+        operands = self._to_dequantise(x)
+        return self._own(x) if operands is None else operands.of_many_rows(x)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Compute the product by the layers' own forwards; the attribute `forward` of a layer may be this product."""
+        own = [type(layer).forward(layer, x) for layer in self.layers]
+        return torch.cat(own, -1) if len(own) > 1 else own[0]
+
+    def _to_dequantise(self, x: Tensor) -> Operands | None:
+        """Return the operands of a product over many rows, if to dequantise them is the fastest way."""
+        if not serves(x.device) or x.numel() == 0 or (operands := self._operands()) is None:
+            return None
+        if not all(can_dequantise(weight, x.dtype) for weight in operands.weights):
+            return None
+        if all(getattr(layer, "dequantises", False) for layer in self.layers):
+            return operands
+        if not x.is_cuda or x.dtype not in HALF_PRECISION:
+            return None
+        flat = x.reshape(-1, x.shape[-1])
+        faster = faster_dequantised(operands.of_many_rows, self._own, flat, self.name, self.out_features)
+        return operands if faster else None
 
     def _operands(self) -> Operands | None:
         """Return weights and biases as they are now: tensors may have been replaced since the last pass."""
