@@ -131,6 +131,12 @@ def prefetch(pointers: Value) -> None:
 
 
 @lru_cache
+def converts_float8(device: torch.device) -> bool:
+    """Return whether the device converts FP8 numbers: CUDA devices do from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors: thread blocks that run at once, at one each."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -6,8 +6,6 @@ bound by arithmetic, which the library does best, and the weight is dequantised 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +14,7 @@ from .backend import (
     FLOATS,
     Value,
     constexpr,
+    converts_float8,
     dependent_launch,
     launch_dependents,
     serves,
@@ -60,14 +59,8 @@ def fits(weight: Packed, dtype: torch.dtype) -> bool:
         and serves(weight.data.device)
         and dtype in FLOATS
         and kernel_takes(weight)
-        and (weight.code != "float8" or _converts_float8(weight.data.device))
+        and (weight.code != "float8" or converts_float8(weight.data.device))
     )
-
-
-@lru_cache
-def _converts_float8(device: torch.device) -> bool:
-    """Return whether the device converts FP8 numbers: CUDA devices do from compute capability 8.9 on."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _by_kernel(weight: Packed, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,9 @@ float32. Below 2^24 such bits are a subnormal number, or one with the smallest e
 times 2^-149, exactly. Code c at bit p of its word becomes c * 2^(p - 149), so x is multiplied by 2^(90 - p) before, and
 the sum by 2^59 after. A code at bit 24 or higher is shifted down by 8 bits first. An FP8 number is shifted until its
 exponent lies where float32 has it: that is its value times 2^-120.
+
+The other way to unpack FP8 numbers, for plans with `unpack`, is the conversion that CUDA devices have from compute
+capability 8.9 on: `CODE` is "converted".
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ BYTES_PER_LOAD = 16  # of one row of W, by each thread
 class Format(NamedTuple):
     """How the elements of a weight are stored, as kernel constants."""
 
-    CODE: str  # of `Packed`
+    CODE: str  # of `Packed`, or "converted"
     BITS: int
     GROUP: int = 0  # elements of a row with one scale; 0: all of them
     SCALE_ROWS: int = 1
@@ -48,7 +51,17 @@ def format_of(weight: Packed) -> Format:
 @jit
 def elements(words: Value, STRIP: constexpr, BLOCK: constexpr, CODE: constexpr) -> Value:
     """Return the elements [STRIP, BLOCK] of words [STRIP, W] in float32, each times its own power of two."""
-    if CODE == "int8":
+    if CODE == "converted":
+        e0, e1, e2, e3 = tl.inline_asm_elementwise(  # by way of float16
+            "{ .reg .b16 low, high, even, odd; .reg .b32 first, second; mov.b32 {low, high}, $4; "
+            "cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; "
+            "mov.b32 {even, odd}, first; cvt.f32.f16 $0, even; cvt.f32.f16 $1, odd; "
+            "mov.b32 {even, odd}, second; cvt.f32.f16 $2, even; cvt.f32.f16 $3, odd; }",
+            "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        result = tl.join(tl.join(e0, e2), tl.join(e1, e3))
+    elif CODE == "int8":
         codes = words ^ -2139062144  # 0x80808080: two's complement becomes an unsigned code plus 128
         even = tl.join(_number(codes & 0xFF), _number(codes & 0xFF0000))
         odd = tl.join(_number(codes & 0xFF00), _number((codes >> 8) & 0xFF0000))
@@ -172,7 +185,9 @@ def scale_of(pointers: Value, EXPONENTS: constexpr) -> Value:
 @jit
 def unit(CODE: constexpr) -> Value:
     """Return what a sum of products with `elements` and `scaled_states` must be multiplied by."""
-    if CODE == "float8":
+    if CODE == "converted":
+        return 1.0
+    elif CODE == "float8":
         return 1152921504606846976.0
     else:
         return 576460752303423488.0  # 2^59

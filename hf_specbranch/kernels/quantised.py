@@ -33,9 +33,12 @@ from .linear import BLOCK, MOST_ROWS, Partials, Plan
 from .packed import WORD, Packed, dequantise
 from .quantised_words import assembly, product_of_words
 
-# Wider strips unpack more elements per load of x, and narrower ones make more programs.
-QUANTISED_PLANS = tuple(
-    Plan(splits, stages, strip) for splits in (1, 2, 4, 8) for stages in (3, 5) for strip in (64, 128)
+# Wider strips unpack more elements per load of x, and narrower ones make more programs. With `unpack`, tiles of eight
+# rows of x and narrow strips are possible, since each warp multiplies for itself. Then more stages have room.
+QUANTISED_PLANS = (
+    *(Plan(splits, stages, strip) for splits in (1, 2, 4, 8) for stages in (3, 5) for strip in (64, 128)),
+    *(Plan(splits, 4, strip, 0, 1) for splits in (1, 2, 4, 8) for strip in (32, 64, 128)),
+    *(Plan(1, 8, strip, 0, 1) for strip in (32, 64)),
 )
 
 
@@ -103,8 +106,14 @@ def _launch(
         EXPONENTS=scale.dtype == torch.uint8, WHOLE=weight.group >= depth,
         ASSEMBLY=assembly(weight, x.dtype) if device["PDL"] else "",
         GATED=activation is not None, TANH=activation == "gelu_tanh",
-        ROWS=16 if rows <= 16 else 32, STRIP=plan.strip, BLOCK=BLOCK, num_warps=4, num_stages=plan.stages, **device,
+        ROWS=_height(rows, plan), STRIP=plan.strip, BLOCK=BLOCK, UNPACK=plan.unpack,
+        num_warps=4 if plan.strip >= 64 else 2, num_stages=plan.stages, **device,
     )  # fmt: skip
+
+
+def _height(rows: int, plan: Plan) -> int:
+    """Return the rows of x in a tile."""
+    return 8 if plan.unpack == 1 and rows <= 8 else 16 if rows <= 16 else 32
 
 
 def quantised_reference(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
@@ -170,6 +179,7 @@ def _quantised_kernel(
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
+    UNPACK: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -212,7 +222,11 @@ def _quantised_kernel(
         if ZEROS != "none":
             next_point = tl.load(points[:, None] + group[None, :] * zero_k)
         if BYTES:
-            part = tl.dot(codes.to(x.dtype.element_ty), tl.trans(states), input_precision="ieee")
+            if UNPACK == 1:  # by way of float32: few instructions, each for many elements per cycle
+                elements = codes.to(tl.float32).to(x.dtype.element_ty)
+            else:
+                elements = codes.to(x.dtype.element_ty)
+            part = tl.dot(elements, tl.trans(states), input_precision="ieee")
         else:
             centre = tl.full((STRIP, 1), 8, tl.int32)
             shift = tl.zeros((STRIP, 1), tl.float32)
@@ -223,7 +237,7 @@ def _quantised_kernel(
                 shift = point.to(tl.float32)
             part = product_of_words(
                 codes, states, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, ASSEMBLY,
-                ROWS, STRIP, WIDTH,
+                ROWS, STRIP, WIDTH, UNPACK == 1,
             )  # fmt: skip
         if LARGE:
             result += part * factor
