@@ -149,6 +149,7 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
 
 def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text where there is nothing to choose."""
+    start_prompt(assembly, parts)
     plan = assembly.plans[0]
     parts = assembly.observed(assembly.with_drafter(plan, parts))
     overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
@@ -157,6 +158,12 @@ def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
         feedback = decode(parts, overlap, feedback, cpu_threads.watch(count()))
     overlap.take()
     remember_text(parts)
+
+
+def start_prompt(assembly: Assembly, parts: Parts) -> None:
+    """Let the device read the prompt while the host prepares the draft; a head needs states of that pass."""
+    if assembly.static_shapes and assembly.head is None:
+        parts.target.start_prefill()
 
 
 def resting_choice(call: Call) -> Choice | None:
@@ -185,6 +192,7 @@ def rest(call: Call, choice: Choice, assembly: Assembly, parts: Parts, overlap: 
 
 def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text in segments, each with the plan that the planner chooses."""
+    start_prompt(assembly, parts)
     text = parts.text
     planner = assembly.planner(text)
     timer = SegmentTimer(assembly.stats, overlap, text, assembly.captures, assembly.capture_seconds)

@@ -307,10 +307,9 @@ class Accounting:
         self.pending = [each.pending for each, row in zip(resolved, rows) if not row.finished]
 
     def flush(self) -> None:
-        """Count the round that was added last, except for rows that had ended while it was in flight."""
+        """Count the round that was added last."""
         for each in self.uncounted:
-            if each[1].committed:
-                count_round(self.stats, *each)
+            count_round(self.stats, *each)
         self.uncounted = []
 
     def close(self) -> None:

@@ -98,9 +98,18 @@ class Target:
         self.nothing_hidden = not buffers.static_shapes and optional and self.unpadded
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
         self.states: TargetStates | None = None  # keeps the hidden states of the prompt, if a head drafts
+        self.started: Step | None = None  # the pass that reads the prompt, if it was launched already
+
+    def start_prefill(self) -> None:
+        """Launch the pass that reads the prompt, so that the device works while the host prepares a draft."""
+        self.started = self._prefill()
 
     def prefill(self) -> Step:
         """Read the prompt; logits [B, 1, V] for the first new token."""
+        step, self.started = self.started or self._prefill(), None
+        return step
+
+    def _prefill(self) -> Step:
         if self.ranks is not None:
             self.ranks.order_prefill(self.runner, self.seen.shape[1])
         self._count()
