@@ -130,7 +130,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
 
     model, draft, waits = specbranch(on_gpu(target)), on_gpu(draft), []
     kwargs = {**to_gpu(prompt()), "max_new_tokens": 40, "do_sample": False, "assistant_model": draft}
-    settings = config(policy, runtime="graph")
+    settings = config(policy, epsilon=0.05, runtime="graph")  # drafts run in one stage
     for _ in range(2):  # first stages are captured, then some that the first text did not need
         model.generate(**kwargs, specbranch=settings)
     read_prompt, read = engine.read_prompt, HostCopies.read

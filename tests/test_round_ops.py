@@ -964,9 +964,9 @@ class Builder:
 
         wanted = [parameter.name for parameter in self.kernel.params]
         types = {name: TYPES[getattr(value, "dtype", type(value))] for name, value in zip(wanted, arguments)}
-        assert [*types, *constants] == wanted
+        assert {*types, *constants} == set(wanted)
         baked = {(wanted.index(name),): value for name, value in constants.items()}
-        source = ASTSource(self.kernel, {**types, **dict.fromkeys(constants, "constexpr")}, baked)
+        source = ASTSource(self.kernel, {name: types.get(name, "constexpr") for name in wanted}, baked)
         compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
         assert compiled.asm["cubin"]
         self.built.add(self.kernel.__name__)
@@ -1056,7 +1056,8 @@ def test_background_build_covers_the_first_rounds():
         target._pass(draft_tokens, SMALLEST, lambda *_: Step(logits))
         verifier._verify_in_triton(logits, draft_tokens, branches, drafted, verify_result)
     built, needed = aside.specializations, rounds_begin.specializations
-    assert len(needed) == 2 and needed <= built
+    of_every_model = {each for each in needed if (torch.float32, True) not in each}  # others read logits
+    assert len(of_every_model) == 2 and of_every_model <= built
 
 
 @pytest.mark.slow
