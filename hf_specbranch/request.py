@@ -300,8 +300,8 @@ def why_plain(target: PreTrainedModel, draft: PreTrainedModel | None, settings: 
 
 def _checkpoints(model: PreTrainedModel) -> bool:
     """Whether gradient checkpointing is on; transformers 5.23 has renamed the property."""
-    new = "is_activation_checkpointing"
-    return bool(getattr(model, new if hasattr(type(model), new) else "is_gradient_checkpointing"))
+    checkpoints = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if checkpoints is None else checkpoints)
 
 
 def _has_own_generate(model: PreTrainedModel) -> bool:

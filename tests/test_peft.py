@@ -14,6 +14,8 @@ from .models import VOCABULARY, config, llama, prompt
 from .tokens import letter_tokenizer
 
 peft = pytest.importorskip("peft")
+# PEFT 0.21 reads a property that transformers 5.23 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing. is deprecated:FutureWarning")
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
