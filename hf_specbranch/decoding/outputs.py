@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..runtime.base import Step
+from ..runtime.kv_cache import EMPTY_LAYER
 from .text import ScoresSoFar
 
 Layers = tuple[Tensor, ...]
@@ -141,8 +142,9 @@ def in_order_of(
 def _layer_for(index: int, past: Cache, config: Any) -> Any:
     """Return a copy of the cache layer that a layer of the model reads, in which each key is its slot's number."""
     types = getattr(config, "layer_types", None)
-    if index >= len(past.layers) and past.layers and types is not None:  # it shares the keys of an earlier layer
-        index = max((i for i in range(len(past.layers)) if types[i] == types[index]), default=index)
+    own = [i for i, layer in enumerate(past.layers) if type(layer) is not EMPTY_LAYER]
+    if index not in own and own and types is not None:  # it shares the keys of an earlier layer
+        index = max((i for i in own if types[i] == types[index]), default=index)
     layer: Any = past.layers[index] if index < len(past.layers) else None
     if type(layer) not in KNOWN:
         return DynamicLayer()
