@@ -2,19 +2,16 @@
 
 import copy
 
-import transformers
-
 from hf_specbranch import specbranch
 from hf_specbranch.bench.measure import Benchmark, Plan
 from hf_specbranch.bench.methods import METHODS, Overrides, Pair, check_names
 
 from .heads import random_head
 from .models import prompt
+from .releases import ASSISTED_FAILS
 
 NEW_TOKENS = 8
-# In transformers 5.15 assisted decoding with drafts of a constant length may call the draft without a token, and fails.
-OWN_ASSISTED_FAILS = transformers.__version__.startswith("5.15.")
-RUNNABLE = [name for name in METHODS if name != "assisted" or not OWN_ASSISTED_FAILS]
+RUNNABLE = [name for name in METHODS if name != "assisted" or not ASSISTED_FAILS]
 
 
 def tiny_pair(target, draft):

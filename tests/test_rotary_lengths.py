@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from .models import attached, config, noisy_copy, prompt
+from .releases import PHI3_FALLS_BACK
 
 VOCABULARY, ORIGINAL = 48, 24
 SIZES = dict(
@@ -109,7 +110,7 @@ def test_rows_that_end_before_the_limit():
     for end in {int(free[0, 14]), int(free[1, ORIGINAL]), int(free[2, ORIGINAL + 1])}:
         arguments = dict(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0)
         assert torch.equal(model.generate(**arguments, assistant_model=draft), target.generate(**arguments)), end
-        assert model.specbranch_stats is not None
+        assert (model.specbranch_stats is None) == PHI3_FALLS_BACK
 
 
 def test_fallback_when_the_model_drops_its_cache(caplog):
@@ -144,4 +145,4 @@ def test_streamer_gets_each_token_once():
     streamer = Keeps()
     got = model.generate(**arguments, assistant_model=draft, streamer=streamer)
     assert streamer.tokens == got[0].tolist() and streamer.ends == 1
-    assert model.specbranch_stats.new_tokens == 40
+    assert PHI3_FALLS_BACK or model.specbranch_stats.new_tokens == 40

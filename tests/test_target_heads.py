@@ -18,6 +18,7 @@ from hf_specbranch.target_heads.loading import block_draft
 
 from . import sources
 from .models import assert_counts_add_up, attached, llama, pairs, prompt, slowly
+from .releases import MTP_LAYERS_FAIL
 from .sampling import SMALLEST_P, sampling_pair
 from .sources import DraftSourceTests
 from .target_heads import (
@@ -327,6 +328,7 @@ def test_layers_come_from_the_checkpoint(checkpoint, asked, monkeypatch):
         assert tokens == reference_draft(head, target, text, len(tokens))
 
 
+@pytest.mark.skipif(MTP_LAYERS_FAIL, reason="these layers of transformers fail in this release")
 def test_the_first_draft_token_is_that_of_transformers():
     target, head = target_and_mtp()
     ids = prompt(1, 12, vocabulary=12)["input_ids"]

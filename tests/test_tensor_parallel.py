@@ -18,8 +18,12 @@ from .families import make
 from .graphs import run_graphs_on_cpu
 from .models import POLICIES, config, noisy_copy, prompt
 from .parallel import Processes, load_sharded, saved_pair
+from .releases import NO_TENSOR_PARALLEL
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(NO_TENSOR_PARALLEL, reason="needs transformers 5.16 and torch 2.7"),
+]
 NEW = 12
 
 
