@@ -28,6 +28,7 @@ METHODS = {
     "vanilla-tree": "ours, draft then verify, with tree leaves",
     "pearl-best": "ours, drafting ahead on one branch, the best fixed length of the sweep",
     "auto": "ours, the default: the planner chooses",
+    "auto-no-lookup": "ours, the planner chooses, and only the draft model drafts",
     "specbranch": "ours, the method of the paper: branches at the branch point, overlap",
     "specbranch-rejections": "ours, with rejection branches",
     "specbranch-tree": "ours, with rejection branches and tree leaves",
@@ -36,7 +37,7 @@ METHODS = {
     "specbranch-head": "ours, with a length head",
     "specbranch-best": "ours, the best draft length of the sweep",
 }
-DEFAULT_METHODS = tuple(name for name in METHODS if name != "specbranch-best")
+DEFAULT_METHODS = tuple(name for name in METHODS if name not in ("auto-no-lookup", "specbranch-best"))
 EAGER = ("plain", "assisted", "assisted-default", "lookup")  # nothing is captured or compiled
 TRANSFORMERS = (*EAGER, "static")  # transformers' own methods
 SWEPT = ("vanilla-best", "pearl-best", "specbranch-best")  # draft lengths known only after a sweep
@@ -160,6 +161,7 @@ def fixed_methods(names: tuple[str, ...], overrides: Overrides, head: LengthHead
         ours("vanilla-stop", "vanilla"),
         ours("vanilla-tree", "vanilla", confidence_threshold=0.0, tree_leaves=TREE_LEAVES),
         ours("auto", "auto"),
+        ours("auto-no-lookup", "auto", prompt_lookup_num_tokens=0),
         ours("specbranch", "specbranch"),
         ours("specbranch-rejections", "specbranch", max_rejection_branches=REJECTION_BRANCHES),
         ours("specbranch-tree", "specbranch", max_rejection_branches=REJECTION_BRANCHES, tree_leaves=TREE_LEAVES),

@@ -26,7 +26,7 @@ from .text import Text
 from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, best_length
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 11, 15)  # tokens to propose, where stages are not captured
-CAPTURE_SECONDS = 0.25  # to capture the stages of one more number of tokens
+CAPTURE_SECONDS = 0.05  # that must have been missed before the stages of a lookup are captured
 SAMPLES = 5  # times of rounds that are kept for each length
 NAME = "lookup"
 LIKELY, ABSENT = 0.5, -1  # the chance from which on a match counts as likely, for the planner; no such match
@@ -90,7 +90,7 @@ class Lookup:
 
     Args:
         text: the committed text.
-        attention: [B, P] bool, False where the prompt is padded.
+        attention: [B, P] bool, False where the prompt is padded; None: there is one row without padding.
         lengths: the numbers of tokens to choose from.
         longest: the most tokens that a match is compared over.
         corpus: further texts to look in.
@@ -103,7 +103,7 @@ class Lookup:
     def __init__(
         self,
         text: Text,
-        attention: Tensor,
+        attention: Tensor | None,
         lengths: Sequence[int],
         longest: int,
         corpus: LookupCorpus | None,
@@ -124,11 +124,14 @@ class Lookup:
         if self.indices:
             return
         text = self.text
-        prompts, seen = text.ids[:, : text.prompt_length].tolist(), self.attention.tolist()
-        for row in range(len(text.lengths)):
-            index = TextIndex(self.longest, self.corpus)
-            index.extend([token for token, real in zip(prompts[row], seen[row]) if real])
-            self.indices.append(index)
+        if self.attention is None:
+            prompts = [text.row_tokens()[: text.prompt_length]]
+        else:
+            rows = zip(text.ids[:, : text.prompt_length].tolist(), self.attention.tolist())
+            prompts = [[token for token, real in zip(*row) if real] for row in rows]
+        for prompt in prompts:
+            self.indices.append(TextIndex(self.longest, self.corpus))
+            self.indices[-1].extend(prompt)
         self.matches, self.read = [NO_MATCH] * len(self.indices), [0] * len(self.indices)
         self.history = [[] for _ in self.indices]
 
@@ -222,7 +225,8 @@ class LookupDraft:
         self.sent: Tensor | None = None  # [B] the length of the last proposal
 
     def prefill(self, length: int) -> None:
-        self.lookup.prepare()
+        if not self.buffers.static_shapes:  # otherwise the host does so while the target's first round runs
+            self.lookup.prepare()
 
     def remember(self, tokens: list[int]) -> None: ...
 
@@ -232,7 +236,12 @@ class LookupDraft:
         return self.look_up(count) if count else self.propose_nothing()
 
     def choose(self) -> int:
-        """Return how many tokens to propose; 0 also if a stage would have to be captured that has not paid yet."""
+        """Return how many tokens to propose.
+
+        0 also in the first round, and if a stage would have to be captured that has not paid yet.
+        """
+        if self.buffers.static_shapes and not self.lookup.indices and self.lookup.forced is None:
+            return 0
         count, key = self.lookup.choose(), self._key
         if not count or not self.patient or self.lookup.forced is not None or self.buffers.has_run(key(count)):
             return count
@@ -275,6 +284,7 @@ class LookupDraft:
         self.length.copy_(torch.minimum(found.length, room).clamp(min=0))
 
     def branch(self, reached: int) -> BranchStarts:
+        self.lookup.prepare()
         return self.nothing[1]
 
     def drafted(self) -> Tensor:

@@ -72,6 +72,7 @@ class LookupBesideDraft:
         return found._replace(leaves=TreeLeaves(none, none))
 
     def branch(self, reached: int) -> BranchStarts:
+        self.lookup.lookup.prepare()
         return self.current.branch(reached)
 
     def drafted(self) -> Tensor:

@@ -120,8 +120,9 @@ class Sources:
             costs = self.step_costs(max(parts.text.lengths))
             times = PassTimes(costs.pass_seconds, measures=self.draft_runner is None and not self.samples)
             size = plan.max_matching_ngram_size
+            attention = None if self.call.rows == 1 and self.call.is_unpadded else self._own_attention
             self.lookup = Lookup(
-                parts.text, self._own_attention, lengths_up_to(plan.lookup_tokens, self.static_shapes),
+                parts.text, attention, lengths_up_to(plan.lookup_tokens, self.static_shapes),
                 LONGEST if isinstance(size, str) else size, self.call.corpus, times,
             )  # fmt: skip
         return self.lookup
