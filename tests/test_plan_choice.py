@@ -282,3 +282,19 @@ def test_other_threads_begin_with_what_is_known():
     known.factors[Situation(8, threads=4)] = CostFactors(draft=[4.0])
     assert known.factors_in(Situation(1, threads=4)).draft == [pytest.approx(4.0)]
     assert known.factors_in(Situation(1, "graph", True)).draft == []
+
+
+def test_captured_drafts_with_long_steps_stop_early():
+    """One length and one threshold take the place of all fixed lengths; drafting ahead stays as it is."""
+    short, long = (plans_within(SpecBranchConfig(), captured=True, step=step) for step in (1e-4, 2e-4))
+    assert not any(plan.stops_early for plan in short)
+    stopping = [plan for plan in long if plan.policy == "vanilla"]
+    assert [(plan.max_draft_length, plan.tree_leaves) for plan in stopping] == [(8, 0), (8, 6)]
+    assert all(plan.stops_early for plan in stopping)
+    ahead = [[plan for plan in plans if plan.policy == "specbranch"] for plans in (short, long)]
+    assert ahead[0] == ahead[1] and len(long) == 1 + 2 + len(ahead[1])
+    given = SpecBranchConfig(confidence_threshold=0.0, max_draft_length=3)
+    assert plans_within(given, captured=True, step=1.0) == plans_within(given, captured=True)
+    assert plans_within(SpecBranchConfig(), captured=False, step=1.0) == plans_within(
+        SpecBranchConfig(), captured=False
+    )
