@@ -137,6 +137,13 @@ def converts_float8(device: torch.device) -> bool:
 
 
 @lru_cache
+def fewest_columns() -> int:
+    """Return the fewest columns of the right operand that `tl.dot` takes: 8 from Triton 3.5 on, 16 before."""
+    major, minor = (int(part) for part in triton.__version__.split(".")[:2])
+    return 8 if (major, minor) >= (3, 5) else 16
+
+
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors: thread blocks that run at once, at one each."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -33,7 +33,6 @@ MOST_ROWS = 4
 LANES = 32
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
 GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (8, 4), (8, 2), (16, 4)))
-CONVERTING_PLANS = tuple(plan._replace(unpack=1) for plan in GEMV_PLANS)  # for FP8 on CUDA
 
 
 def gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, gate: Activation | None = None) -> Tensor:
@@ -43,7 +42,7 @@ def gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, gate: Activ
         x: [..., K], at most `MOST_ROWS` rows.
         weight: [N, K].
         bias: [N] or None.
-        plan: one of `GEMV_PLANS` or `CONVERTING_PLANS`, for which `fits`.
+        plan: one of `GEMV_PLANS`, for which `fits`.
         gate: the activation of a gate, whose rows come before those of the up projection.
 
     Returns:
@@ -55,7 +54,7 @@ def gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, gate: Activ
     data, scale = weight.data, weight.scale
     if data.dtype != torch.int32:
         data = data.view(torch.int32)
-    if plan.unpack == 1:
+    if form.CODE == "float8" and x.is_cuda and converts_float8(x.device):
         form = form._replace(CODE="converted")
     zero = scale if weight.zero is None else weight.zero
     block = form.per_load * LANES * plan.warps
@@ -78,7 +77,6 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.stride(-1) == 1
         and kernel_takes(weight)
-        and (plan.unpack == 0 or (weight.code == "float8" and x.is_cuda and converts_float8(x.device)))
     )
 
 

@@ -6,8 +6,8 @@ times 2^-149, exactly. Code c at bit p of its word becomes c * 2^(p - 149), so x
 the sum by 2^59 after. A code at bit 24 or higher is shifted down by 8 bits first. An FP8 number is shifted until its
 exponent lies where float32 has it: that is its value times 2^-120.
 
-The other way to unpack FP8 numbers, for plans with `unpack`, is the conversion that CUDA devices have from compute
-capability 8.9 on: `CODE` is "converted".
+CUDA devices convert FP8 numbers themselves from compute capability 8.9 on, in fewer instructions: `CODE` is "converted"
+there.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ class Plan(NamedTuple):
     stages: int  # of the software pipeline: loads in flight
     strip: int = STRIP  # rows of W per program; products with quantised weights vary it
     warps: int = 0  # of a program without tensor cores (`gemv.py`); 0: with tensor cores
-    unpack: int = 0  # which of two ways quantised weights are unpacked in; see `quantised.py` and `gemv_words.py`
 
 
 # Over 106 shapes of models from 68M to 70B on an H200, the fastest of these is within 1%, on average, of the fastest

@@ -1,9 +1,8 @@
 """Unpacks 4-bit words in registers and multiplies them: the inner step of the kernel for quantised products.
 
-A word holds eight elements of one row of W. The sum over the inner dimension may be taken in any order, so element i of
-every word is multiplied by every eighth column of x, beginning at i: eight products, and no element of W moves to
-another thread. On compute capability 9, each of these waits until the one before is done. The other way, for plans
-with `unpack`, is one product whose inner dimension is ordered by i, then by the word.
+A word holds eight elements of one row of W. The sum over the inner dimension may be taken in any order, so it runs over
+the places in a word, then over the words: no element of W moves to another thread. A step is one product, since on
+compute capability 9 each of several would wait until the one before is done.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def product_of_words(
     ROWS: constexpr,
     STRIP: constexpr,
     WIDTH: constexpr,
-    ONE_PRODUCT: constexpr,
 ) -> Value:
     """Multiply words [STRIP, WIDTH] of 4-bit codes by x [ROWS, 8 WIDTH]: [STRIP, ROWS], without scales if LARGE."""
     dtype: tl.constexpr = states.dtype
@@ -78,33 +76,10 @@ def product_of_words(
         w5 = _element(words, 5, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
         w6 = _element(words, 6, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
         w7 = _element(words, 7, centre, factor, shift, table, CODE, ZEROS, HIGH_FIRST, LARGE, dtype)
-    if ONE_PRODUCT:
-        low, high = tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7))
-        left = tl.reshape(tl.permute(tl.join(low, high), (0, 4, 3, 2, 1)), (STRIP, 8 * WIDTH))
-        right = tl.reshape(tl.permute(tl.reshape(states, (ROWS, WIDTH, 8)), (0, 2, 1)), (ROWS, 8 * WIDTH))
-        return tl.dot(left, tl.trans(right), input_precision="ieee")
-    else:
-        even, odd = _halves(states, ROWS, 8 * WIDTH)
-        even_low, even_high = _halves(even, ROWS, 4 * WIDTH)
-        odd_low, odd_high = _halves(odd, ROWS, 4 * WIDTH)
-        x0, x4 = _halves(even_low, ROWS, 2 * WIDTH)
-        x2, x6 = _halves(even_high, ROWS, 2 * WIDTH)
-        x1, x5 = _halves(odd_low, ROWS, 2 * WIDTH)
-        x3, x7 = _halves(odd_high, ROWS, 2 * WIDTH)
-        part = tl.dot(w0, tl.trans(x0), input_precision="ieee")
-        part = tl.dot(w1, tl.trans(x1), part, input_precision="ieee")
-        part = tl.dot(w2, tl.trans(x2), part, input_precision="ieee")
-        part = tl.dot(w3, tl.trans(x3), part, input_precision="ieee")
-        part = tl.dot(w4, tl.trans(x4), part, input_precision="ieee")
-        part = tl.dot(w5, tl.trans(x5), part, input_precision="ieee")
-        part = tl.dot(w6, tl.trans(x6), part, input_precision="ieee")
-        return tl.dot(w7, tl.trans(x7), part, input_precision="ieee")
-
-
-@jit
-def _halves(x: Value, ROWS: constexpr, SIZE: constexpr) -> Value:
-    """Return the even and the odd columns of x [ROWS, SIZE]."""
-    return tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+    low, high = tl.join(tl.join(w0, w1), tl.join(w2, w3)), tl.join(tl.join(w4, w5), tl.join(w6, w7))
+    left = tl.reshape(tl.permute(tl.join(low, high), (0, 4, 3, 2, 1)), (STRIP, 8 * WIDTH))
+    right = tl.reshape(tl.permute(tl.reshape(states, (ROWS, WIDTH, 8)), (0, 2, 1)), (ROWS, 8 * WIDTH))
+    return tl.dot(left, tl.trans(right), input_precision="ieee")
 
 
 @jit

@@ -13,7 +13,7 @@ from ..kernels.backend import HALF_PRECISION, serves
 from ..kernels.dequantise import fits as can_dequantise
 from ..kernels.dequantise import product_of_many_rows
 from ..kernels.gated import Activation
-from ..kernels.gemv import CONVERTING_PLANS, GEMV_PLANS, fits, gemv
+from ..kernels.gemv import GEMV_PLANS, fits, gemv
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
@@ -59,8 +59,7 @@ def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list
     if any(len(operands.weights) > 1 for operands in products):
         return plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
-    without_tensor_cores = (*GEMV_PLANS, *CONVERTING_PLANS)
-    return [*plans, *(plan for plan in without_tensor_cores if all(fits(x, *each, plan) for each in operands))]
+    return [*plans, *(plan for plan in GEMV_PLANS if all(fits(x, *each, plan) for each in operands))]
 
 
 class QuantisedProduct(Product):
