@@ -444,6 +444,18 @@ def test_plan_that_would_pay_in_the_long_run_is_captured():
     assert seen[0] != best and seen[-1].max_draft_length == best.max_draft_length and len(captured) <= 3
 
 
+def test_expensive_draft_begins_later_in_a_sampled_text():
+    """Short texts do not earn back that it reads them."""
+    large, small = size_of(of_size("1.3b")), size_of(of_size("68m"))
+    starts = []
+    for target, draft in ((size_of(of_size("7b")), small), (size_of(of_size("7b")), large), (large, small)):
+        costs = predicted_costs(target, draft, captured=True)
+        plans = plans_within(SpecBranchConfig(), True, costs.draft_step)
+        segment = next(planner_for(list, costs=costs, plans=plans, measures=False).segments())
+        starts.append(segment.rounds if segment.plan.policy == "autoregressive" else 0)
+    assert starts[0] == starts[2] == 0 and 4 <= starts[1] <= 32
+
+
 def test_sampled_text_starts_with_the_typical_plan():
     costs = predicted_costs(size_of(of_size("7b")), size_of(of_size("68m")), captured=True)
     plans = [PAPER, *every_plan()]

@@ -167,6 +167,37 @@ def test_short_answers_are_given_without_a_draft():
     assert {choice.plan.policy for choice in simulation.known.choices.values()} == {"vanilla"}
 
 
+def test_draft_is_taken_up_again_when_texts_become_longer():
+    """Texts that rest do not look at the draft. Their lengths alone say when it pays."""
+    simulation = Simulation(0.012)
+    for seed in range(40):
+        simulation.generate(text_of(seed, 16))
+    known = simulation.known
+    (key,) = known.shelved
+    assert known.choices[key].plan.policy == "autoregressive"
+    known.next_evaluation, rested = 1000, 0
+    while known.resting_choice(SpecBranchConfig(), 1, 0) is not None:
+        known.end_rest(SpecBranchConfig(), 1, tokens=128, seconds=0.18)
+        rested += 1
+    assert 1 <= rested <= 8 and not known.shelved and known.choices[key].plan.policy == "vanilla"
+
+
+def test_first_evaluations_do_not_put_off_later_ones(monkeypatch):
+    """They build kernels and capture stages, which may take a second."""
+    now = [0.0]
+    monkeypatch.setattr(online.time, "perf_counter", lambda: now[0])
+    simulation = Simulation(0.004)
+    agreements = online.Planner._evaluated
+
+    def slowly(self, *args):
+        now[0] += 1.0
+        return agreements(self, *args)
+
+    monkeypatch.setattr(online.Planner, "_evaluated", slowly)
+    simulation.generate(text_of(0, 128))
+    assert simulation.known.evaluation_seconds == online.LONGEST_EVALUATION
+
+
 class DeviceClock(Clock):
     """A device that works after the host has launched: it reaches a moment when all work before it is done."""
 

@@ -115,7 +115,8 @@ class LookupBesideDraft:
 
     def _take_text(self, feedback: Feedback) -> None:
         pending, result, text = self.drafter.round.pending, feedback.result, self.lookup.lookup.text
-        pending.ids[:, : text.ids.shape[1]] = text.ids.to(pending.device)
+        columns = min(text.ids.shape[1], pending.capacity)  # either may have room for more than the text needs
+        pending.ids[:, :columns] = text.ids[:, :columns].to(pending.device)
         pending.start.copy_(result.length - result.committed)
         pending.end.copy_(pending.start)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from ..model_state import adapter_state, state_of
 from .agreement import Agreement, RecentTexts
 from .calibrate import CostFactors
 from .chooser import Choice
+from .horizon import best_start
 from .sizes import ModelSize, sizes_of
 from .store import Entries, PairFile, file_of
 
@@ -57,6 +58,8 @@ class Knowledge:
         missed: seconds that a plan would have saved, had its stages been captured.
         rivals: the plan that would be faster if its stages were captured, and the share of the time that it would save,
             per situation and the user's settings.
+        shelved: a choice that pays for longer texts than the last ones, and the seconds per token that it saves, per
+            situation and the user's settings.
         lengths: new tokens of the last texts.
         generations: how many generations have been timed.
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
@@ -74,6 +77,7 @@ class Knowledge:
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
     missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
     rivals: dict[tuple[SpecBranchConfig, Situation], tuple[SpecBranchConfig, float]] = field(default_factory=dict)
+    shelved: dict[tuple[SpecBranchConfig, Situation], tuple[Choice, float]] = field(default_factory=dict)
     lengths: list[float] = field(default_factory=list)
     generations: int = 0
     next_evaluation: int = 0
@@ -119,11 +123,24 @@ class Knowledge:
         """
         found = {key[1]: choice for key, choice in list(self.choices.items()) if key[0] == settings}
         alike = {each: choice for each, choice in found.items() if (each.rows, each.threads) == (rows, threads)}
+        if any(self._take_up((settings, each)) for each in alike):
+            return None
         checked = not all(each.captured for each in alike) and self.generations % CHECK_EVERY == CHECK_EVERY - 1
         if checked or self.evaluation_is_due() or any(self._worth_capturing(settings, each) for each in alike):
             return None
         drafts = any(choice.plan.policy != "autoregressive" for choice in alike.values())
         return None if drafts else next(iter(alike.values()), None)
+
+    def _take_up(self, key: tuple[SpecBranchConfig, Situation]) -> bool:
+        """Take up a shelved choice, if texts have become long enough for it; return whether that is so."""
+        if key not in self.shelved:
+            return False
+        choice, saved = self.shelved[key]
+        if best_start(self.lengths, inf, saved, self.factors_in(key[1]).reading_seconds)[0] == inf:
+            return False
+        del self.shelved[key]
+        self.choices[key] = choice
+        return True
 
     def end_rest(self, settings: SpecBranchConfig, rows: int, tokens: float, seconds: float) -> None:
         """Count a text that was generated without looking at the draft."""

@@ -36,12 +36,13 @@ SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
 # Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
-# Outside captured stages the draft reads a text in about the time of so many steps. With a large draft on a CPU that
+# The draft reads a text in about the time of so many steps. With a large draft on a CPU, where nothing is captured, that
 # takes longer than a better plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
 # this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
 MOST_PLANNING = 0.03
+LONGEST_EVALUATION = 0.05  # seconds that one takes in captured stages; the first ones also build kernels and capture
 UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
 
@@ -91,6 +92,8 @@ class Planner(TextChoices):
     def _by_predicted_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         """Plan by this text alone, not by earlier ones: the same seed must give the same text."""
         plan, rounds, predicted = choose(self.plans, [self.typical], self.costs(), self.captured).plan, 24, None
+        if (start := self._sampled_start(plan)) >= FEWEST_ROUNDS:
+            yield PlanSegment(self.other(plan), start, False)
         while True:
             yield PlanSegment(plan, rounds, plan.overlap, predicted)
             rounds *= 4
@@ -98,6 +101,18 @@ class Planner(TextChoices):
                 plan, predicted, _ = choose(
                     self.plans, recorded, self.costs(), self.captured, plan, min_gain=MIN_PREDICTED_GAIN
                 )
+
+    def _sampled_start(self, plan: SpecBranchConfig) -> int:
+        """Return after how many tokens a draft begins: when it would have saved the time to read the text.
+
+        So a short text is hardly slower than without a draft, and a long one loses little.
+        """
+        if not self.captured or plan.policy == self.other(plan).policy or plan.policy == "autoregressive":
+            return 0
+        costs = self.costs()
+        both = (choose([each], [self.typical], costs, True) for each in (self.other(plan), plan))
+        without, drafted = (1 / each.tokens_per_second for each in both)
+        return int(READING_STEPS * costs.draft_step / max(without - drafted, 1e-9))
 
     def _by_measured_costs(self) -> Generator[PlanSegment, SegmentTiming, None]:
         choice, rounds = self.first_choice(), PLANNED_ROUNDS
@@ -257,7 +272,9 @@ class Planner(TextChoices):
         """
         began = time.perf_counter()
         choice = self._evaluated(plan, timing, ending)
-        self.known.evaluation_seconds, self.known.unplanned_seconds = time.perf_counter() - began, 0.0
+        seconds = time.perf_counter() - began
+        self.known.evaluation_seconds = min(seconds, LONGEST_EVALUATION) if self.captured else seconds
+        self.known.unplanned_seconds = 0.0
         return choice
 
     def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming, ending: bool) -> Choice | None:

@@ -130,18 +130,30 @@ class TextChoices:
         plain = self.other(choice.plan)
         if choice.plan.policy == "autoregressive" or plain == choice.plan:
             return 0
-        costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
-        both = (choose([each], texts, costs, self.captured, ratios=ratios) for each in (plain, choice.plan))
-        without, drafted = (1 / each.tokens_per_second for each in both)
-        start, saved = best_start(self.known.lengths, most, without - drafted, self.factors.reading_seconds)
+        start, saved = best_start(self.known.lengths, most, self._saved(choice), self.factors.reading_seconds)
         missed = self.known.missed.get(plain, 0.0)
         if ending:
             self.known.missed[plain] = missed = missed + saved
         return start if self.is_captured(plain) or missed >= self.factors.capture_seconds else 0
 
+    def _saved(self, choice: Choice) -> float:
+        """Return the seconds per token that a choice saves, compared with plain decoding."""
+        costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
+        plans = self.other(choice.plan), choice.plan
+        without, drafted = (choose([each], texts, costs, self.captured, ratios=ratios) for each in plans)
+        return 1 / without.tokens_per_second - 1 / drafted.tokens_per_second
+
     def worth_reading(self, choice: Choice) -> Choice:
-        """Return the choice, or plain decoding if texts are too short for a draft."""
+        """Return the choice, or plain decoding if texts are too short for a draft.
+
+        Then the choice is shelved: it is taken up again once texts are longer.
+        """
+        if choice.plan.policy == "autoregressive":
+            return choice
+        self.known.shelved.pop(self.key, None)
         if self.draft_start(choice, inf, ending=True) < inf:
             return choice
+        if (saved := self._saved(choice)) > 0:
+            self.known.shelved[self.key] = choice, saved
         texts = self.texts() or [self.typical]
         return choose([self.other(choice.plan)], texts, self.costs(), self.captured, ratios=dict(self.known.ratios))
