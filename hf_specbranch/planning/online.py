@@ -36,8 +36,8 @@ SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 # A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
 # Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
 EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
-# The draft reads a text in about the time of so many steps. With a large draft on a CPU, where nothing is captured, that
-# takes longer than a better plan saves: at most this fraction of the time since the last evaluation, or a moment.
+# The draft reads a text in about the time of so many steps. With a large draft on a CPU that takes longer than a better
+# plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
 # this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
