@@ -70,7 +70,8 @@ def test_methods_are_predicted_from_each_other(finished):
     benchmark, report = finished
     found = predictions.predictions(benchmark)
     methods = report["methods"]
-    ours = [name for name, row in methods.items() if row["settings"] and name not in ("auto", "no-draft", "specbranch-head")]
+    others = ("auto", "no-draft", "specbranch-head")
+    ours = [name for name, row in methods.items() if row["settings"] and name not in others]
     assert list(found["methods"]) == ours
     for name, row in found["methods"].items():
         assert row["measured"]["tokens_per_pass"] == methods[name]["mean_acceptance_length"]
