@@ -23,7 +23,7 @@ from ..runtime.static_buffers import Buffers
 from .lookup_match import find_in_corpus, find_in_text, longer_of
 from .resolve import BranchStarts, Drafted, DraftTokens, Feedback
 from .text import Text
-from .text_index import LONGEST, NO_MATCH, Match, MatchConfidence, TextIndex, best_length
+from .text_index import LONGEST, NO_MATCH, SHORTEST, Match, MatchConfidence, TextIndex, best_length
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 11, 15)  # tokens to propose, where stages are not captured
 CAPTURE_SECONDS = 0.05  # that must have been missed before the stages of a lookup are captured
@@ -95,6 +95,7 @@ class Lookup:
         longest: the most tokens that a match is compared over.
         corpus: further texts to look in.
         times: what rounds take.
+        shortest: the fewest tokens that make a match.
 
     Attributes:
         forced: propose so many tokens whatever they promise; for a warm-up.
@@ -108,8 +109,10 @@ class Lookup:
         longest: int,
         corpus: LookupCorpus | None,
         times: PassTimes,
+        shortest: int = SHORTEST,
     ) -> None:
         self.text, self.attention, self.lengths, self.corpus, self.times = text, attention, lengths, corpus, times
+        self.shortest = shortest
         self.longest = min(longest, LONGEST)
         self.forced: int | None = None
         self.most = max(lengths)
@@ -130,7 +133,7 @@ class Lookup:
             rows = zip(text.ids[:, : text.prompt_length].tolist(), self.attention.tolist())
             prompts = [[token for token, real in zip(*row) if real] for row in rows]
         for prompt in prompts:
-            self.indices.append(TextIndex(self.longest, self.corpus))
+            self.indices.append(TextIndex(self.longest, self.corpus, self.shortest))
             self.indices[-1].extend(prompt)
         self.matches, self.read = [NO_MATCH] * len(self.indices), [0] * len(self.indices)
         self.history = [[] for _ in self.indices]

@@ -34,7 +34,7 @@ from .several_sources import LookupBesideDraft
 from .shared_vocabulary import TranslatedDrafter, TranslatedDraftModel, spare_columns
 from .stepwise_drafter import StepwiseDrafter
 from .text import Stopper
-from .text_index import LONGEST
+from .text_index import INDEXED, LONGEST, SHORTEST
 from .triton_draft_ops import TritonDraftOps, kernels_know
 
 
@@ -124,6 +124,7 @@ class Sources:
             self.lookup = Lookup(
                 parts.text, attention, lengths_up_to(plan.lookup_tokens, self.static_shapes),
                 LONGEST if isinstance(size, str) else size, self.call.corpus, times,
+                SHORTEST if self.static_shapes else INDEXED,
             )  # fmt: skip
         return self.lookup
 

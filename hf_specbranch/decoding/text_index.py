@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-SHORTEST = 1  # tokens that must match at least
+SHORTEST = 1  # tokens that must match at least, where wider passes take about the same time
 INDEXED = 2  # tokens of a match that are looked for in the index; a shorter one is where its token stood last
 CANDIDATES = 16  # earlier occurrences that are compared, the latest first
 LONGEST = 12  # tokens of a match that are compared; longer matches are hardly more reliable
@@ -45,6 +45,7 @@ class TextIndex:
     Args:
         longest: the most tokens that a match is compared over.
         reference: further texts to look in.
+        shortest: the fewest tokens that make a match.
 
     Example:
         >>> index = TextIndex()
@@ -53,8 +54,8 @@ class TextIndex:
         Match(length=3, tokens=[8, 5, 6])
     """
 
-    def __init__(self, longest: int = LONGEST, reference: Reference | None = None) -> None:
-        self.longest, self.indexed, self.reference = longest, min(INDEXED, longest), reference
+    def __init__(self, longest: int = LONGEST, reference: Reference | None = None, shortest: int = SHORTEST) -> None:
+        self.longest, self.indexed, self.reference, self.shortest = longest, min(INDEXED, longest), reference, shortest
         self.tokens: list[int] = []
         self.places: dict[tuple[int, ...], list[int]] = {}  # by the last tokens: where the next one stands
         self.last: dict[int, int] = {}  # by token: where the next one stands
@@ -77,7 +78,7 @@ class TextIndex:
         """
         tokens, end = self.tokens, len(self.tokens)
         found = self.places.get(tuple(tokens[-self.indexed :]), [])
-        best, place = min(1, self.before), self.before
+        best, place = (min(1, self.before), self.before) if self.shortest == 1 else (0, 0)
         for start in found[-2 : -2 - CANDIDATES : -1]:  # the last one is the end itself
             length = self.indexed
             while length < min(self.longest, start) and tokens[start - 1 - length] == tokens[end - 1 - length]:
