@@ -107,10 +107,11 @@ class Planner(TextChoices):
 
         So a short text is hardly slower than without a draft, and a long one loses little.
         """
-        if not self.captured or plan.policy == self.other(plan).policy or plan.policy == "autoregressive":
+        plain = self.other(plan)
+        if not self.captured or plan.policy == "autoregressive" or plain == plan:
             return 0
         costs = self.costs()
-        both = (choose([each], [self.typical], costs, True) for each in (self.other(plan), plan))
+        both = (choose([each], [self.typical], costs, True) for each in (plain, plan))
         without, drafted = (1 / each.tokens_per_second for each in both)
         return int(READING_STEPS * costs.draft_step / max(without - drafted, 1e-9))
 
