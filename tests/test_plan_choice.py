@@ -91,7 +91,7 @@ def test_two_gpus_beat_the_method_of_the_paper():
     ("sizes", "length"),
     [
         pytest.param(("7b", "68m"), 8, id="7B/68M", marks=pytest.mark.slow),
-        pytest.param(("33b", "1.3b"), 4, id="33B/1.3B"),
+        pytest.param(("33b", "1.3b"), 4, id="33B/1.3B", marks=pytest.mark.slow),
     ],
 )
 def test_vanilla_with_tree_leaves_is_predicted_best_on_one_gpu(sizes, length):
