@@ -37,7 +37,7 @@ def addresses(model):
     ("name", "policy"),
     [
         ("qwen3_next", "pearl"),
-        ("mamba2", "specbranch"),
+        slowly("mamba2", "specbranch"),
         slowly("qwen3_5_text", "vanilla"),
         slowly("falcon_h1", "pearl"),
     ],
