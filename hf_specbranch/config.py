@@ -98,11 +98,13 @@ class SpecBranchConfig:
             change during a call: "specbranch" (branches and adaptive length, as in the paper), "pearl" (drafting ahead
             without branches), "vanilla" (draft, then verify), "autoregressive" (no draft).
         max_draft_length: gamma, the most tokens drafted in one go; "auto" takes `num_assistant_tokens` of the
-            generation config, else 8, or 4 where stages are captured and the draft is large compared with its target.
+            generation config, else 8, or 4 in captured stages for a draft that is not 50 times smaller than its target,
+            unless it stops early (see below).
         confidence_threshold: epsilon. Drafting stops at the first position where the draft's largest probability is
             below it. 0 never stops: drafts of fixed length. "auto" takes `assistant_confidence_threshold` of the
             generation config, else 0.4. Where stages are captured as CUDA graphs and no head decides, it takes 0.02, or
-            0.6 under "vanilla" for a draft that is not 50 times smaller than its target.
+            0.6 under "vanilla" for a draft that is not 50 times smaller than its target. From 0.1 on, a captured draft
+            that stops takes no further steps.
         max_branches: k_max, the most branches at a branch point.
         max_rejection_branches: the most branches opened before the branch point, at the draft tokens most likely to be
             rejected, so that the target's correction is already continued ("specbranch" only). 0: branches at the

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -92,14 +93,15 @@ def finish_round(parts: Parts, step: Step, source: str = "") -> Feedback:
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
-    results = verifier.results()
+    results, counted = verifier.results(), [not done for done in text.done]
     rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
         text.stream_out()
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
-    accounting.add(results, rows, source)
+    # A row that ended while the round was in flight has taken part in it, which counts nowhere.
+    accounting.add(list(compress(results, counted)), list(compress(rows, counted)), source)
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,

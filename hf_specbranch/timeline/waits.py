@@ -18,7 +18,7 @@ class Wait(NamedTuple):
 def waits(recording: Recording) -> list[Wait]:
     """Return the gaps in the work of each model, from the first round after the prompt to the end of the last.
 
-    Without a draft model nobody waits. A lookup is no work of a model: it has no forwards.
+    Without a draft model there are no waits. A lookup runs no model: its block has no forwards.
     """
     rounds = [block for block in recording.blocks if block.name != PROMPT and block.forwards]
     if all(block.lane == TARGET for block in rounds):
