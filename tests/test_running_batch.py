@@ -194,6 +194,22 @@ def test_failure_ends_running_answers_and_no_others(target, draft):
         engine.submit(Completion([5], CompletionSettings(1), None))
 
 
+def test_failure_in_the_last_round_of_an_answer_ends_it(target, draft):
+    answers = Answers(target, draft, rows=1)
+    with answers.engine:
+        failed = answers.ask([([5, 6], 1)], logprobs=VOCABULARY + 1)  # found out after the token was added
+        assert failed[0].finish_reason == "error" and len(failed[0].tokens) == 1
+        answers.compare(some_prompts(2))
+
+
+def test_answer_that_cannot_be_delivered_leaves_the_others_alone(target, draft):
+    answers = Answers(target, draft, rows=4)
+    with answers.engine as engine:
+        undelivered = engine.submit(Completion([5, 6], CompletionSettings(200), None, lambda each: 1 / 0))
+        answers.compare(some_prompts(3))
+    assert undelivered.finish_reason == "cancelled" and len(undelivered.tokens) < 200
+
+
 def test_closing_at_once_fails_what_is_left(target, draft):
     engine = Answers(target, draft, rows=1).engine
     with engine:

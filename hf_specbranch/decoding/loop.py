@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -93,7 +92,7 @@ def finish_round(parts: Parts, step: Step, source: str = "") -> Feedback:
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
-    results, counted = verifier.results(), [not done for done in text.done]
+    results, had_ended = verifier.results(), list(text.done)
     rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
@@ -101,7 +100,8 @@ def finish_round(parts: Parts, step: Step, source: str = "") -> Feedback:
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
     # A row that ended while the round was in flight has taken part in it, which counts nowhere.
-    accounting.add(list(compress(results, counted)), list(compress(rows, counted)), source)
+    counted = [result.without_draft() if ended else result for result, ended in zip(results, had_ended)]
+    accounting.add(counted, rows, source)
     return Feedback(
         result=text.result.to(parts.drafter.device),
         features=verifier.features,

@@ -198,6 +198,10 @@ class VerifyResult(NamedTuple):
     def has_continuation(self) -> bool:
         return self.continuation >= 0
 
+    def without_draft(self) -> VerifyResult:
+        """Return the result of a row in which nothing was drafted."""
+        return self._replace(accepted=0, survivor=NONE, continuation=NONE, drafted=Drafted(0, 0, 0, 0, 0, 0))
+
     def resolve(self, committed: int, finished: bool, depth: int) -> Resolution:
         """Apply the rule of a round; see `resolve.resolve`."""
         return resolve(self.drafted, self.accepted, self.survivor, self.has_continuation, committed, finished, depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any, Literal
 from ..stats import SpecBranchStats
 from .detokenizer import Detokenizer
 from .row_sampling import GREEDY, Sampling
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -110,7 +113,11 @@ class Completion:
     def update(self) -> None:
         """Say that there is more to take, all of it. Another thread may look at the answer at any other time too."""
         self.reported = self.finish_reason
-        self.on_update(self)
+        try:
+            self.on_update(self)
+        except Exception:  # of whoever waits for this answer; the rest of the batch goes on
+            logger.exception("an answer could not be delivered")
+            self.cancel()
 
     def cancel(self) -> None:
         """Say that nobody waits for the answer: its row is free after the round that is running."""

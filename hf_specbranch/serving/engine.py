@@ -146,7 +146,7 @@ class Engine:
 
     def _fail(self, completions: list[Completion], reason: str) -> None:
         for completion in completions:
-            if not completion.finished:
+            if completion.reported is None:  # it may have its last token, but nobody was told
                 completion.fail(reason)
 
 
