@@ -92,15 +92,17 @@ def finish_round(parts: Parts, step: Step, source: str = "") -> Feedback:
     if text.static_shapes:  # stream the previous round now, while the device runs this one
         accounting.flush()
         text.stream_out()
-    results, had_ended = verifier.results(), list(text.done)
+    results = verifier.results()
     rows = text.commit(results, None if recorder is None else recorder.scores_so_far(verifier.scores))
     parts.target.check_room()
     if not text.static_shapes:
         text.stream_out()
     if recorder is not None:
         recorder.add(step, verifier.scores, text.queries_of(rows))
-    # A row that ended while the round was in flight has taken part in it, which counts nowhere.
-    counted = [result.without_draft() if ended else result for result, ended in zip(results, had_ended)]
+    # A row that had ended before has gained nothing. It took part in a round that was in flight, which counts nowhere.
+    counted = [
+        result.without_draft() if row.finished and not row.committed else result for result, row in zip(results, rows)
+    ]
     accounting.add(counted, rows, source)
     return Feedback(
         result=text.result.to(parts.drafter.device),
