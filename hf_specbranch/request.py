@@ -21,7 +21,7 @@ from .decoding.candidates import settings_for_candidates
 from .decoding.policies import POLICIES
 from .draft_settings import with_translation
 from .model_state import draft_model, every_parameter, ranks_of, why_adapters_need_plain
-from .runtime.kv_cache import why_not_loaded
+from .runtime.past_cache import why_not_loaded
 from .runtime.selection import check_model, check_pair
 from .target_heads.base import TargetHead
 from .target_heads.calls import drafted_by_transformers, what_drafts

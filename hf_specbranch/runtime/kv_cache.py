@@ -12,13 +12,8 @@ from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from .virtual_memory import VirtualTensor, grow, is_available
@@ -31,7 +26,6 @@ BUCKET = 256  # capacity grows in multiples of this many slots
 LONGEST_STEP, STEP_BYTES = 1024, 8 << 20
 # Layers without keys and values of their own, or without attention; before transformers 5.23, of no class of their own.
 EMPTY_LAYER: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
-RECURRENT = LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
 
 
 class Address:
@@ -313,29 +307,6 @@ def cache_argument(model: PreTrainedModel) -> str:
 def past_length(past: Cache) -> int:
     """Return how many tokens a cache has seen; 0 if it has recurrent layers alone, which do not count."""
     return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0
-
-
-def why_not_loaded(past: Cache) -> str:
-    """Return why `SlotCache` cannot replace this cache; empty if it can.
-
-    A cache that changes what it stores (a quantized one) gives other logits than a `SlotCache`, even while it is empty.
-    """
-    kinds = {type(layer) for layer in past.layers}
-    if isinstance(later := getattr(past, "layer_class_to_replicate", None), type):
-        kinds.add(later)
-    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, EMPTY_LAYER, *RECURRENT}
-    if past_length(past) == 0:
-        known.add(StaticSlidingWindowLayer)  # `store` writes it through its own update; `load` does not read it
-    if any(any(layer.has_previous_state.values()) for layer in past.layers if isinstance(layer, LinearAttentionLayer)):
-        if past_length(past) == 0:
-            return "past_key_values holds recurrent states alone, which do not say how many tokens were read"
-    if past_length(past) > 0 and getattr(past, "offloading", False):
-        return "past_key_values is offloaded, layer by layer, to the CPU"
-    if type(past).update is not Cache.update:
-        return f"past_key_values is a {type(past).__name__}, which stores keys and values in its own way"
-    if unknown := sorted(kind.__name__ for kind in kinds - known):
-        return f"past_key_values has layers of type {', '.join(unknown)}, which cannot be read by slot"
-    return ""
 
 
 def _stored(past: Cache) -> Iterator[tuple[int, Tensor, Tensor, int]]:
