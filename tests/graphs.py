@@ -25,18 +25,23 @@ class EagerGraphs:
         yield
         self.captures += 1
 
-    def record(self, stage, generators=()):
+    def run_and_record(self, stage, generators=()):
+        stage()
         return [SimpleNamespace(replay=stage)]
 
 
-def run_graphs_on_cpu(monkeypatch):
+def run_graphs_on_cpu(monkeypatch, graphs=EagerGraphs):
     """Let models on a CPU have the runners of a GPU, through the torch references of our kernels.
 
     Stages have static shapes and are kept by key. Single forwards are not captured.
+
+    Args:
+        monkeypatch: of the test.
+        graphs: what takes the place of `GraphMemory`.
     """
     monkeypatch.setattr(selection, "why_not_captured", lambda model: "")
     monkeypatch.setattr(capture_trial, "why_it_syncs", lambda *_: "")
-    monkeypatch.setattr(cuda_graph, "GraphMemory", EagerGraphs)
+    monkeypatch.setattr(cuda_graph, "GraphMemory", graphs)
     monkeypatch.setattr(GraphRunner, "forward", GraphRunner.forward_uncaptured)
 
 

@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_specbranch import specbranch
 
+from .cpu_graphs import CpuGraphs
+from .graphs import run_graphs_on_cpu
 from .models import POLICIES, config, prompt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
@@ -19,6 +23,12 @@ def split(model, devices):
     places = dict(zip(PARTS, devices))
     main = next(device for device in devices if device not in ("cpu", "disk")) if set(devices) != {"cpu"} else "cpu"
     return dispatch_model(copy.deepcopy(model), places, main_device=main, force_hooks=True)
+
+
+def place(module, device=None, comes_back=False):
+    """Let a module run on a device, with a hook that brings its inputs there, and its output back."""
+    hook = AlignDevicesHook(device, io_same_device=comes_back, place_submodules=device is not None)
+    add_hook_to_module(module, hook, append=True)
 
 
 def offloaded(model, *parts):
@@ -68,10 +78,86 @@ def test_weights_that_nobody_brings_are_refused(target):
         specbranch(empty)
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Runners as on a GPU, whose graphs replay operations and no Python code."""
+    run_graphs_on_cpu(monkeypatch, CpuGraphs)
+
+
+@pytest.fixture
+def layers_run(monkeypatch):
+    """The decoder layers whose Python code has run, in order."""
+    run, forward = [], LlamaDecoderLayer.forward
+
+    def noted(self, *args, **kwargs):
+        run.append(self.self_attn.layer_idx)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", noted)
+    return run
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("parts", "outside"),
+    [((), []), (("model.layers.1", "lm_head"), [1]), (("model.layers.0.mlp",), []), (("model.layers",), [0, 1])],
+)
+def test_stages_are_captured_around_what_is_offloaded(parts, outside, rows, target, draft, recorded, layers_run):
+    """A replay runs the code of modules that are offloaded, and of no others."""
+    model, settings = specbranch(offloaded(target, *parts)), config("vanilla", kernels=False)
+    for seed in (0, 1, 0):
+        inputs = prompt(rows, seed=seed)
+        expected = target.generate(**inputs, **GREEDY)
+        layers_run.clear()
+        assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=draft, specbranch=settings), expected)
+    stats, prompts = model.specbranch_stats, [0, 1] * 2  # read by both models
+    assert stats.runtime == "graph" and stats.graphs_captured == 0
+    assert sorted(layers_run) == sorted(prompts + outside * (stats.target_forwards - 1))
+
+
+def test_texts_of_other_settings_between(target, draft, recorded):
+    """Layers between graphs write to the slots of their own pass, whatever ran last."""
+    model = specbranch(offloaded(target, "model.layers.1"))
+    policies = [config(policy, kernels=False) for policy in (*POLICIES, *POLICIES)]
+    for number, settings in enumerate(policies):
+        inputs = prompt(1 + number % 2, length=5 + number)
+        expected = target.generate(**inputs, **GREEDY)
+        assert torch.equal(model.generate(**inputs, **GREEDY, assistant_model=draft, specbranch=settings), expected)
+        assert model.specbranch_stats.runtime == "graph"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("cuda:0",) * 2 + ("cpu",) * 4, ("cuda:0",) * 4 + ("cpu",) * 2])
 def test_gpu_with_layers_that_are_offloaded(devices, target, draft):
     """accelerate keeps what is placed on the CPU there, and copies it to the GPU for each pass."""
     model = split(target, list(devices))
     check(model, copy.deepcopy(draft).to("cuda:0"), device="cuda:0")
-    assert model.specbranch_stats.runtime == "eager"
+    assert model.specbranch_stats.runtime == "graph"
+
+
+@pytest.mark.gpu
+def test_gpu_with_hooks_on_one_device(target, draft):
+    model = split(target, ["cuda:0"] * len(PARTS))
+    check(model, copy.deepcopy(draft).to("cuda:0"), device="cuda:0")
+    assert model.specbranch_stats.runtime == "graph"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.1", "model.layers.1.mlp", "lm_head"])
+def test_gpu_with_a_part_that_runs_on_the_cpu(part, target, draft):
+    """Tensors go to another device and back, between graphs."""
+    model = copy.deepcopy(target).to("cuda:0")
+    for name in PARTS:
+        place(model.get_submodule(name), "cuda:0")
+    place(model.get_submodule(part), "cpu", comes_back=part.endswith("mlp"))
+    place(model, comes_back=True)
+    check(model, copy.deepcopy(draft).to("cuda:0"), device="cuda:0")
+    assert model.specbranch_stats.runtime == "graph"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(target, draft):
+    model = split(target, ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:0", "cuda:1"])
+    check(model, copy.deepcopy(draft).to("cuda:0"), device="cuda:0")
+    assert model.specbranch_stats.runtime == "graph"

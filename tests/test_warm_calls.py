@@ -18,7 +18,7 @@ from .models import config, llama, noisy_copy
 class NoReplay(EagerGraphs):
     """A replay does nothing, so that only the host's own work is counted."""
 
-    def record(self, stage, generators=()):
+    def run_and_record(self, stage, generators=()):
         stage()
         return [SimpleNamespace(replay=lambda: None)]
 

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from threading import Lock, get_ident
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,6 +19,7 @@ from ..model_state import adapter_state, agreed, state_of
 from .base import Step
 from .eager import EagerRunner, MaskMaker
 from .kept_checks import load_check, save_check
+from .pieces import in_pieces, is_outside, pieces_of, rehearsal
 from .static_buffers import GraphMemory
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,12 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
         (runner := EagerRunner(model, masks)).reserve(1, 2)
         before = int(runner.is_recurrent)  # a recurrent state needs a token before it
         visible = tokens.new_ones((1, 1, 1 + before), dtype=torch.bool)
-        forward = partial(runner.forward, tokens, tokens + before, tokens + before, visible)
+        pieces = pieces_of(model)
+
+        def forward() -> Step:
+            with in_pieces(pieces):
+                return runner.forward(tokens, tokens + before, tokens + before, visible)
+
         with state_of(model).kernel_lock, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if before:
@@ -50,7 +55,8 @@ def why_it_syncs(model: PreTrainedModel, masks: MaskMaker) -> str:
                 with suppress(RuntimeError):
                     forward()  # initialisation on first use may wait
                 reason = _why_it_syncs(forward)
-            if not reason and tokens.is_cuda and (before or getattr(model, "hf_quantizer", None) is not None):
+            is_quantised = getattr(model, "hf_quantizer", None) is not None
+            if not reason and tokens.is_cuda and (before or pieces or is_quantised):
                 reason = _why_replay_differs(forward, runner.device)  # kernels of others may use streams of their own
         if reason := agreed(model, reason):
             logger.warning("%s runs eagerly: %s", type(model).__name__, reason)
@@ -65,7 +71,7 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
     this_thread, syncs = get_ident(), list[str]()
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        if get_ident() == this_thread and "synchroniz" in str(message):
+        if get_ident() == this_thread and "synchroniz" in str(message) and not is_outside():
             syncs.append(_first_line(message) + _in_module(sys._getframe(1)))
 
     with _sync_mode, warnings.catch_warnings():
@@ -74,7 +80,8 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
         warnings.showwarning = show
         try:
             torch.cuda.set_sync_debug_mode("warn")
-            forward()
+            with rehearsal():
+                forward()
         except RuntimeError as error:
             syncs.append(_error_line(error))
         finally:
@@ -91,8 +98,8 @@ def _why_replay_differs(forward: Callable[[], Step], device: torch.device) -> st
     steps = list[Step]()
     try:
         with (memory := GraphMemory(device)).capturing():
-            expected = forward().logits.clone()
-            graphs = memory.record(lambda: steps.append(forward()))
+            graphs = memory.run_and_record(lambda: steps.append(forward()))
+        expected, steps = steps[0].logits.clone(), steps[1:]
         steps[0].logits.zero_()
         for graph in graphs:
             graph.replay()

@@ -26,6 +26,7 @@ from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
 from .fingerprint import fingerprint
 from .kept_checks import load_check, save_check
+from .pieces import Part, Piece, in_pieces, pieces_of
 from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers
 
@@ -43,7 +44,7 @@ LIMIT = 1 << 17  # slots that addresses are reserved for; a longer text moves th
 class Captured(NamedTuple):
     """A captured forward: its CUDA graphs, the static buffers that they read, and the step that they write."""
 
-    graphs: list[torch.cuda.CUDAGraph]
+    graphs: list[Part]
     tokens: Tensor  # [B, Q]
     positions: Tensor  # [B, Q]
     slots: Tensor  # [B, Q]
@@ -96,6 +97,11 @@ class GraphRunner(EagerRunner):
             and can_build_in_parallel(self.model, self._sample_passes)
             and not self.is_recurrent
         )
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """In which the model is captured, if it is split."""
+        return pieces_of(self.model)
 
     def _sample_passes(self) -> None:
         """Run passes over one token, over the tokens of the self-check and over many tokens, for a dry run.
@@ -198,7 +204,7 @@ class GraphRunner(EagerRunner):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any
     ) -> Step:
         """Launch the forward kernel by kernel, through our kernels if `layers` is "fused". Never replays a graph."""
-        with self._layers():
+        with self._layers(), in_pieces(self.pieces):
             return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
 
     def _layers(self) -> AbstractContextManager[Any]:
@@ -215,9 +221,9 @@ class GraphRunner(EagerRunner):
         with self.graph_memory.capturing():
             if self.builds_in_parallel:
                 build_in_parallel(lambda: self.forward_uncaptured(*buffers, **extra), self.device)
-            self.forward_uncaptured(*buffers, **extra)  # warm-up: libraries initialise outside the graph
-            graphs = self.graph_memory.record(lambda: steps.append(self.forward_uncaptured(*buffers, **extra)))
-        return Captured(graphs, *buffers, steps[0])
+            # The first run initialises libraries, outside the graph.
+            graphs = self.graph_memory.run_and_record(lambda: steps.append(self.forward_uncaptured(*buffers, **extra)))
+        return Captured(graphs, *buffers, steps[-1])
 
 
 def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int, now: int | None = None) -> Layers:
@@ -276,4 +282,5 @@ def give_back(runner: GraphRunner, budget: float) -> None:
     """
     model = runner.model
     del runner.model
+    runner.__dict__.pop("pieces", None)
     idle_runners.push(model, runner, budget)

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from .pieces import go_home, to_device
 from .virtual_memory import VirtualTensor, grow, is_available
 
 BUCKET = 256  # capacity grows in multiples of this many slots
@@ -61,7 +62,7 @@ class Address:
         """Return the slots, [B, Q], on a device: the layers of a split model are on several devices."""
         assert self.slots is not None
         if device not in self._on_device:
-            self._on_device[device] = self.slots.to(device)
+            self._on_device[device] = self.slots if self.slots.device == device else to_device(self.slots, device)
         return self._on_device[device]
 
     def index_on(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
@@ -263,11 +264,17 @@ class SlotCache(Cache):
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy entries from `source` slots to `destination` slots, both [B, N]. All are read before any is written."""
-        for _, layer in self.slot_layers():
-            rows = torch.arange(source.shape[0], device=layer.keys.device)[:, None]
-            origin, target = source.to(layer.keys.device), destination.to(layer.keys.device)
+        here, layers = source.device, [layer for _, layer in self.slot_layers()]
+        elsewhere = [layer for layer in layers if layer.keys.device != here]
+        for layer in [layer for layer in layers if layer.keys.device == here] + elsewhere:
+            device, origin, target = layer.keys.device, source, destination
+            if device != here:
+                origin, target = to_device(source, device), to_device(destination, device)
+            rows = torch.arange(source.shape[0], device=device)[:, None]
             layer.keys[rows, :, target] = layer.keys[rows, :, origin]
             layer.values[rows, :, target] = layer.values[rows, :, origin]
+        if elsewhere:
+            go_home()
 
     def load(self, past: Cache) -> None:
         """Copy the entries of another cache, entry `i` into slot `i`.

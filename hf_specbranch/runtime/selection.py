@@ -28,6 +28,7 @@ from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
 from .fingerprint import fingerprint
 from .mask_probe import mask_maker_for
+from .pieces import only_places
 from .positions import length_dependent
 from .recurrent_cache import is_recurrent
 
@@ -130,6 +131,8 @@ def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
         return False
     if getattr(model, "own_layers_only", False):  # they are given more than those that our kernels replace
         return False
+    if _has_accelerate_hooks(every_module(model)):  # which are in the forwards that our kernels would replace
+        return False
     return model.dtype in HALF_PRECISION if kernels == "auto" else bool(kernels)
 
 
@@ -154,11 +157,14 @@ def _warn_once(model: PreTrainedModel, role: str, reason: str) -> None:
 def why_not_captured(model: PreTrainedModel) -> str:
     """Return why this model must run eagerly; empty if it can be captured."""
     modules = every_module(model)
-    devices = {weight.device for weight in held_parameters(modules)}
+    in_pieces, home = _has_accelerate_hooks(modules), model.get_input_embeddings().weight.device
+    devices = {home} if in_pieces else {home, *(weight.device for weight in held_parameters(modules))}
     if any(device.type != "cuda" for device in devices):
         return "it is not on a CUDA device"
     if len(devices) > 1:
         return "it is split over several devices"
+    if in_pieces and _keeps_states_in_cache(model):
+        return "it has recurrent layers, and is split over several devices or offloaded"
     if length_dependent(modules):
         return "its rotary embedding depends on the length of the text"
     touched = [m for m in modules if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__]
@@ -167,15 +173,23 @@ def why_not_captured(model: PreTrainedModel) -> str:
     return ""
 
 
+def _has_accelerate_hooks(modules: list[torch.nn.Module]) -> bool:
+    return any(["_hf_hook" in module.__dict__ for module in modules])
+
+
 def _has_foreign_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks or a replaced forward that come neither from transformers nor from us.
 
     transformers collects hidden states with hooks, which stay once a model has returned some. They do not count,
-    since a capture records what they collect. Nor do the forwards of tensor parallel layers, which communicate.
+    since a capture records what they collect. Nor do the forwards of tensor parallel layers, which communicate, and
+    the hooks by which accelerate splits a model, which is then captured in pieces.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     forward = module.__dict__.get("forward")
-    replaced = forward is not None and not isinstance(forward, ThreadForward) and not _is_harmless(forward)
+    if _has_accelerate_hooks([module]):
+        replaced = not only_places(module)
+    else:
+        replaced = forward is not None and not isinstance(forward, ThreadForward) and not _is_harmless(forward)
     return replaced or any(not _is_harmless(hook) for hook in hooks)
 
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels import build_in_parallel
 from ..layers.base import split_graph
+from .pieces import Part, Recorder, rehearsal
 from .streams import capture_stream
 from .virtual_memory import postpone_unmapping
 
@@ -143,6 +144,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = capture_stream(device, self)
+        self.other_streams: dict[torch.device, torch.cuda.Stream] = {}  # where a model is split over several devices
         self.captures = 0  # stages and forwards captured so far
         self.seconds = 0.0  # time that this took on the host, the first run of each stage included
         self.renew()
@@ -152,30 +154,40 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle()
         self.num_bytes = 0  # of the pool, as far as captures made the allocator reserve more memory
 
+    def run_and_record(self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()) -> list[Part]:
+        """Run a stage, and capture what it launches; see `record`."""
+        with rehearsal() as rehearsed:
+            stage()  # the work of this call; capturing does none
+        return self.record(stage, generators, rehearsed.outputs)
+
     def record(
-        self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()
-    ) -> list[torch.cuda.CUDAGraph]:
-        """Capture what a stage launches, as graphs to be replayed in order."""
-        graphs: list[torch.cuda.CUDAGraph] = []
+        self, stage: Callable[[], object], generators: Sequence[torch.Generator] = (), outputs: Sequence[Any] = ()
+    ) -> list[Part]:
+        """Capture what a stage launches, as graphs to be replayed in order, with what runs between them.
 
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
+        Args:
+            stage: the stage.
+            generators: that it draws from.
+            outputs: what modules that run between graphs have returned; see `pieces`.
+        """
+
+        def begin() -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
             for generator in generators:
-                graphs[-1].register_generator_state(generator)
-            graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                graph.register_generator_state(generator)
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            return graph
 
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
+        with no_garbage_collection(), Recorder(self.stream.device, begin, self._at, outputs) as recorder:
+            with split_graph(recorder.cut):
+                stage()
+        return recorder.parts
 
-        with no_garbage_collection():
-            begin()
-            try:
-                with split_graph(cut):
-                    stage()
-            finally:
-                graphs[-1].capture_end()
-        return graphs
+    def _at(self, device: torch.device) -> torch.cuda.StreamContext:
+        """Launch on the capture stream of another device."""
+        if device not in self.other_streams:
+            self.other_streams[device] = capture_stream(device, self)
+        return torch.cuda.stream(self.other_streams[device])
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -207,7 +219,7 @@ class StaticBuffers(Buffers):
         super().__init__(device, static_shapes=True)
         self.graph_memory, self.builds_in_parallel = graph_memory, builds_in_parallel
         self.generators: dict[str, torch.Generator] = {}
-        self.graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}  # by key of the stage, in order
+        self.graphs: dict[Hashable, list[Part]] = {}  # by key of the stage, in order
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         known = self.memory.get(name)
@@ -234,12 +246,11 @@ class StaticBuffers(Buffers):
             for graph in graphs:
                 graph.replay()
 
-    def _run_and_capture(self, stage: Callable[[], None], in_parallel: bool) -> list[torch.cuda.CUDAGraph]:
+    def _run_and_capture(self, stage: Callable[[], None], in_parallel: bool) -> list[Part]:
         with self.graph_memory.capturing():
             if in_parallel:
                 self._dry_run_stage(stage)
-            stage()  # the work of this call; capturing does none
-            return self.graph_memory.record(stage, list(self.generators.values()))
+            return self.graph_memory.run_and_record(stage, list(self.generators.values()))
 
     def _dry_run_stage(self, stage: Callable[[], None]) -> None:
         """Build the kernels of a stage in parallel; a dry run advances generators, so they are reset."""
