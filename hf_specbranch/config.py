@@ -156,7 +156,7 @@ class SpecBranchConfig:
     tree_leaves: int | str = "auto"
     prompt_lookup_num_tokens: int | str = "auto"
     max_matching_ngram_size: int | str = "auto"
-    length_head: str | Callable[..., Any] | None = None
+    length_head: str | Path | Callable[..., Any] | None = None
     runtime: str = "auto"
     overlap: bool = True
     kernels: bool | str = "auto"
@@ -198,6 +198,8 @@ class SpecBranchConfig:
             raise ValueError(f"memory_budget={budget!r}: expected a fraction of the GPU's memory, from 0 to 1")
         if self.kernels != "auto" and not isinstance(self.kernels, bool):
             raise ValueError(f'kernels={self.kernels!r}: expected True, False or "auto"')
+        if isinstance(self.length_head, Path):
+            object.__setattr__(self, "length_head", str(self.length_head))
         head = self.length_head
         if not (head is None or isinstance(head, str) or callable(head)):
             raise ValueError(f"length_head={head!r}: expected None, a path, a repository id or a callable")

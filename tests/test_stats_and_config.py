@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,10 @@ def test_runtime_compile_warns_and_runs_as_auto():
 def test_a_head_object_cannot_be_written_down():
     with pytest.raises(ValueError, match="is an object and cannot be written to JSON"):
         SpecBranchConfig(length_head=lambda survivor: survivor.length).to_dict()
+
+
+def test_a_head_may_be_a_path():
+    assert SpecBranchConfig(length_head=Path("folder") / "head").to_dict()["length_head"] == str(Path("folder/head"))
 
 
 def test_statistics_cover_every_named_figure(target, draft):

@@ -86,7 +86,7 @@ class Reread(NamedTuple):
     """Where plain `generate()` drops its cache."""
 
     at: int  # the length of the text there
-    whole: bool  # it reads the whole text again; otherwise it continues without it (Phi-3, transformers before 5.18)
+    whole: bool  # it reads the whole text again; otherwise it continues without it (Phi-3, transformers before 5.20)
 
 
 def reread_of(model: PreTrainedModel) -> Reread | None:
