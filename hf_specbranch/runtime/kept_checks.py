@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def _file_of(model: PreTrainedModel) -> Path | None:
     directory = folder("checks")
     # The ranks of a tensor parallel model must do the same, whatever each of them finds on its disk.
     parallel = getattr(model, "_tp_size", None) is not None
-    if directory is None or model.device.type != "cuda" or has_adapters(model) or parallel:
+    if directory is None or model.device.type not in ("cuda", "cpu") or has_adapters(model) or parallel:
         return None
     if not all(_is_known(module) for module in every_module(model)):
         return None
@@ -75,6 +77,13 @@ def _is_known(module: nn.Module) -> bool:
 @lru_cache
 def _our_files() -> str:
     """Return a digest of the names, sizes and times of the files of this package."""
-    root = Path(__file__).parents[1]
-    files = sorted((str(path.relative_to(root)), path.stat()) for path in root.glob("**/*.py"))
-    return hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(_python_files(str(Path(__file__).parents[1])))).encode()).hexdigest()
+
+
+def _python_files(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _python_files(entry.path, f"{prefix}{entry.name}/")
+            elif entry.name.endswith(".py"):
+                yield prefix + entry.name, entry.stat().st_size, entry.stat().st_mtime_ns

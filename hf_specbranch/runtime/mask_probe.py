@@ -38,6 +38,7 @@ LARGEST_WINDOW = 8192  # larger windows are not tested
 # How far our logits may be from those of an ordinary run, in units of the difference between two ordinary runs. The
 # median of several queries stays near 1. In a mixture of experts, one run may route a single query to other experts.
 MOST_BY_MEDIAN, MOST_ALONE = 4.0, 12.0
+KEPT = "masks_by_layer_type", "masks_optional"  # results that are kept on disk
 
 
 def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
@@ -65,8 +66,10 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
     state, key = state_of(model), (adapter_state(model), model.dtype, attention)
     makers = state.mask_makers
     with state.kernel_lock:  # no other thread changes how the model runs while passes are compared
-        if key not in makers and isinstance(kept := load_check(model, "masks_by_layer_type"), bool):
-            makers[key] = MaskMaker(model, kept)
+        kept = [] if key in makers else [load_check(model, check) for check in KEPT]
+        if kept and all(isinstance(each, bool) for each in kept):
+            makers[key] = MaskMaker(model, kept[0])
+            makers[key].optional = kept[1]
         if key not in makers:
             with torch.no_grad(), evaluating(model):
                 rolls_back = any(map(is_recurrent, layer_kinds(config)))
@@ -75,7 +78,8 @@ def mask_maker_for(model: PreTrainedModel, role: str) -> MaskMaker:
                 maker = MaskMaker(model, _find_form(model, role, hasattr(config, "layer_types"), ordinary))
                 maker.optional = model.device.type == "cpu" and _runs_unmasked(model, maker, ordinary)
                 makers[key] = maker
-            save_check(model, "masks_by_layer_type", makers[key].by_layer_type)
+            for check, result in zip(KEPT, (maker.by_layer_type, maker.optional)):
+                save_check(model, check, result)
     found: MaskMaker = makers[key]
     return found
 
