@@ -204,7 +204,7 @@ class DeviceClock(Clock):
     def __init__(self):
         self.by_events, self.done = True, 0.0
 
-    def now(self):
+    def now(self, device=None):
         return self.done
 
     def seconds(self, moment):

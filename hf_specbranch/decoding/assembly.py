@@ -147,7 +147,7 @@ class Assembly(Sources):
         draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
         assert draft is not None
         context = min(CONTEXT[self.static_shapes], draft.position_limit or length)
-        ids = text.ids[row : row + 1, max(padding, length - context) : length]
+        ids = text.ids[row : row + 1, max(padding, length - context) : length].to(draft.device)
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
@@ -273,9 +273,10 @@ class Assembly(Sources):
             return "a stopping criterion wants rows of equal length"
         if self.draft_runner is not None and not self.draft_runner.captures:
             return ": ".join(filter(None, ("the draft runs eagerly", self.draft_runner.why_eager)))
-        places = {self.call.input_ids.device, self.runner.device, (self.draft_runner or self.runner).device}
-        if len(places) > 1:
-            return "inputs, target and draft are not on one device"
+        if self.call.input_ids.device != self.runner.device:
+            return "inputs and target are not on one device"
+        if self.call.translation is not None and (self.draft_runner or self.runner).device != self.runner.device:
+            return "a draft with another tokenizer is on another device"
         return ""
 
     def buffers_for(self, runner: EagerRunner, device: torch.device, more: tuple[Hashable, ...]) -> Buffers:

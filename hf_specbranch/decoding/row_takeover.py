@@ -13,6 +13,7 @@ import torch
 
 from ..runtime.eager import EagerRunner
 from ..runtime.kv_cache import SlotLayer
+from .draft_elsewhere import DraftElsewhere
 from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import Lookup, LookupDraft
@@ -54,7 +55,9 @@ def _take_text(text: Text, row: int, tokens: Sequence[int], done: bool) -> None:
 
 
 def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
-    if isinstance(source, LookupBesideDraft):
+    if isinstance(source, DraftElsewhere):
+        _take_draft(source.source, row, tokens)
+    elif isinstance(source, LookupBesideDraft):
         _take_draft(source.drafter, row, tokens)
         _take_draft(source.lookup, row, tokens)
     elif isinstance(source, Drafter):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.rounds import ForwardInputs
 from ..planning.costs import StepCosts
 from ..runtime.eager import make_spans
+from ..runtime.pieces import to_device
 from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import LookupDraft
@@ -116,7 +117,7 @@ class LookupBesideDraft:
     def _take_text(self, feedback: Feedback) -> None:
         pending, result, text = self.drafter.round.pending, feedback.result, self.lookup.lookup.text
         columns = min(text.ids.shape[1], pending.capacity)  # either may have room for more than the text needs
-        pending.ids[:, :columns] = text.ids[:, :columns].to(pending.device)
+        pending.ids[:, :columns] = to_device(text.ids[:, :columns], pending.device)
         pending.start.copy_(result.length - result.committed)
         pending.end.copy_(pending.start)
 

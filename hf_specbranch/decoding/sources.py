@@ -19,6 +19,7 @@ from ..target_heads.base import TargetHead
 from .block_model import BlockDraftOps, BlockModel
 from .call import Call
 from .candidates import CandidateDraft
+from .draft_elsewhere import DraftElsewhere
 from .draft_model import DraftModel
 from .draft_source import DraftOps, DraftSource
 from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
@@ -36,6 +37,11 @@ from .stepwise_drafter import StepwiseDrafter
 from .text import Stopper
 from .text_index import INDEXED, LONGEST, SHORTEST
 from .triton_draft_ops import TritonDraftOps, kernels_know
+
+
+def is_elsewhere(drafter: Drafter, here: Buffers) -> bool:
+    """Return whether a draft is on another device than the target's buffers."""
+    return drafter.device != here.device
 
 
 class Sources:
@@ -64,6 +70,13 @@ class Sources:
 
     def source_of(self, plan: SpecBranchConfig, parts: Parts) -> DraftSource:
         """Return the draft source of a plan."""
+        source = self._source_of(plan, parts)
+        drafter = source.drafter if isinstance(source, LookupBesideDraft) else source
+        if self.static_shapes and isinstance(drafter, Drafter) and is_elsewhere(drafter, parts.text.buffers):
+            return DraftElsewhere(source, drafter.buffers, parts.text.buffers)
+        return source
+
+    def _source_of(self, plan: SpecBranchConfig, parts: Parts) -> DraftSource:
         policy, nothing = POLICIES[plan.policy], parts.verifier.nothing
         if self.call.candidates is not None and policy.drafts:
             draws = self.samples and not self.in_step

@@ -84,7 +84,10 @@ class SegmentTimer:
             return timing
         return without_outliers(
             timing,
-            **{kind: [Work(end - begin, *done[1:]) for begin, end, done in each] for kind, each in spans.items()},
+            **{
+                kind: [Work(clock.seconds(end) - clock.seconds(begin), *done[1:]) for begin, end, done in each]
+                for kind, each in spans.items()
+            },
         )
 
 

@@ -204,8 +204,12 @@ class GraphRunner(EagerRunner):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any
     ) -> Step:
         """Launch the forward kernel by kernel, through our kernels if `layers` is "fused". Never replays a graph."""
-        with self._layers(), in_pieces(self.pieces):
+        with self._layers(), in_pieces(self.pieces), self._on_device():
             return super().forward_uncaptured(tokens, positions, slots, visible, **extra)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Launch kernels on this runner's device, whichever is the current one."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _layers(self) -> AbstractContextManager[Any]:
         return fused(self.model) if self.layers == "fused" else nullcontext()

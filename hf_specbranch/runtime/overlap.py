@@ -41,26 +41,31 @@ class Totals(NamedTuple):
 
 
 class Clock:
-    """Takes timestamps: device events where both models share one GPU, the host's clock elsewhere."""
+    """Takes timestamps: device events where both models are on GPUs, the host's clock elsewhere."""
 
     def __init__(self, target: torch.device, draft: torch.device) -> None:
-        self.by_events = target.type == "cuda" and target == draft
-        self.origin = self.now()
+        self.by_events, self.target = target.type == "cuda" and draft.type == "cuda", target
+        for device in {target, draft} if target != draft and self.by_events else ():
+            torch.cuda.synchronize(device)  # two GPUs agree on the time when both have nothing to do
+        self.origins = {device: self.now(device) for device in (target, draft)}
 
-    def now(self) -> Any:
-        """Return a timestamp; on a GPU, of the moment when the current stream gets there."""
+    def now(self, device: torch.device | None = None) -> Any:
+        """Return a timestamp; on a GPU, by default the target's, of the moment when its current stream gets there."""
+        device = device or self.target
         if not self.by_events:
-            return time.perf_counter()
+            return device, time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        return event
+        event.record(torch.cuda.current_stream(device))
+        return device, event
 
     def seconds(self, moment: Any) -> float:
         """Return the seconds from the creation of the clock to a timestamp. Waits for the device to reach it."""
+        device, reached = moment
+        _, origin = self.origins[device]
         if not self.by_events:
-            return float(moment - self.origin)
-        moment.synchronize()
-        return float(self.origin.elapsed_time(moment)) / 1000
+            return float(reached - origin)
+        reached.synchronize()
+        return float(origin.elapsed_time(reached)) / 1000
 
 
 class Overlap:
@@ -104,10 +109,7 @@ class Overlap:
         self.modes = inherited_modes(target.type)
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specbranch-target")
         self.clock = Clock(target, draft)
-        # The host's clock must not be read while a GPU still works.
-        on_gpu = {device: device.type == "cuda" and not self.clock.by_events for device in (target, draft)}
-        self.waits_for = {"draft": draft, "verify": target, "branch": draft}
-        self.waits_for = {what: device for what, device in self.waits_for.items() if on_gpu[device]}
+        self.target, self.places = target, {"draft": draft, "verify": target, "branch": draft}
         self.spans = _no_spans()  # since the last `take`
 
     def __enter__(self) -> Overlap:
@@ -117,6 +119,8 @@ class Overlap:
             self.draft_stream.wait_stream(outer)
             self.exit.callback(outer.wait_stream, self.draft_stream)
             self.exit.enter_context(torch.cuda.stream(self.draft_stream))
+            if self.target.type == "cuda":  # the stream's device has become the current one
+                self.exit.enter_context(torch.cuda.device(self.target))
         self.exit.callback(self.threads.shutdown)
         return self
 
@@ -153,12 +157,13 @@ class Overlap:
     @contextmanager
     def working(self, what: Work) -> Iterator[None]:
         """Record when the work inside the context begins and ends, and count its forwards."""
-        before, begin = self._counted(what), self.clock.now()
+        place = self.places[what]
+        before, begin = self._counted(what), self.clock.now(place)
         yield
-        if what in self.waits_for:
-            torch.cuda.current_stream(self.waits_for[what]).synchronize()
+        if place.type == "cuda" and not self.clock.by_events:  # the host's clock must not be read while a GPU works
+            torch.cuda.current_stream(place).synchronize()
         done = (after - once for once, after in zip(before, self._counted(what)))
-        self.spans[what].append((begin, self.clock.now(), Totals(0.0, *done)))
+        self.spans[what].append((begin, self.clock.now(place), Totals(0.0, *done)))
 
     def discard_round(self) -> None:
         """Remove the last round from all counts, because it was started after the end of the text."""
