@@ -107,5 +107,7 @@ def saved_pair(folder, seed=0):
 def load_sharded(folder):
     """Load a target that is sharded over all processes."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    processes = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=processes).eval()

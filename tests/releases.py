@@ -15,5 +15,7 @@ GIT_IS_REFUSED = TRANSFORMERS < (5, 18)
 # Phi-3 with two sets of rotary frequencies reads only the last token again where they change: calls that get there
 # fall back.
 PHI3_FALLS_BACK = TRANSFORMERS < (5, 20)
-# Tensor parallel loading is called otherwise, and needs a newer torch.
-NO_TENSOR_PARALLEL = TRANSFORMERS < (5, 16) or TORCH < (2, 7)
+# Tensor parallel loading needs a newer torch; one release does not say that a model is tensor parallel.
+NO_TENSOR_PARALLEL = TRANSFORMERS == (5, 16) or TORCH < (2, 7)
+# Tensor parallel loading by `tp_plan=` alone.
+NO_TP_PLAN = TRANSFORMERS < (5, 17)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.model_state import state_of
+from hf_specbranch.runtime import ranks as runtime_ranks
 from hf_specbranch.runtime.selection import release
 from hf_specbranch.serving.batch_call import batch_settings
 
@@ -18,11 +20,11 @@ from .families import make
 from .graphs import run_graphs_on_cpu
 from .models import POLICIES, config, noisy_copy, prompt
 from .parallel import Processes, load_sharded, saved_pair
-from .releases import NO_TENSOR_PARALLEL
+from .releases import NO_TENSOR_PARALLEL, NO_TP_PLAN
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(NO_TENSOR_PARALLEL, reason="needs transformers 5.16 and torch 2.7"),
+    pytest.mark.skipif(NO_TENSOR_PARALLEL, reason="needs torch 2.7, and another transformers than 5.16"),
 ]
 NEW = 12
 
@@ -75,6 +77,27 @@ def test_all_ranks_return_the_text_of_one_process(count, pair, tmp_path):
         for text, later in sampled:
             assert torch.equal(text, ranks[0][1][0][0]) and torch.equal(later, ranks[0][1][0][1])
         assert stats.num_accepted_tokens > 0 and stats.to_dict() == ranks[0][2].to_dict()
+
+
+def loaded_by_plan(folder, draft):
+    """Texts of models that were loaded by a plan, in both ways to name it, and whether they have ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    found = []
+    for plan in ({"tp_plan": "auto"}, {"distributed_config": DistributedConfig(tp_plan="auto")}):
+        model = specbranch(AutoModelForCausalLM.from_pretrained(folder, **plan).eval(), draft=draft)
+        text = model.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=4)
+        found.append((text, state_of(model).ranks is not None))
+    return found
+
+
+@pytest.mark.skipif(NO_TP_PLAN, reason="needs transformers 5.17")
+def test_models_that_were_loaded_by_a_plan_are_recognised(pair, tmp_path):
+    folder, target, draft = pair
+    expected = target.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=4)
+    for found in Processes(2, tmp_path, loaded_by_plan, folder, draft).results():
+        assert len(found) == 2 and all(torch.equal(text, expected) and has_ranks for text, has_ranks in found)
 
 
 def outputs(folder, draft):
@@ -178,7 +201,6 @@ def failing(folder, draft):
     return errors, beams, model.generate(**inputs, do_sample=False, max_new_tokens=8)
 
 
-@pytest.mark.slow
 def test_an_error_of_rank_0_is_raised_on_all_ranks(pair, tmp_path):
     folder, target, draft = pair
     first, second = Processes(2, tmp_path, failing, folder, draft).results()
@@ -189,6 +211,59 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks(pair, tmp_path):
     expected = target.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=8)
     assert torch.equal(first[2], expected) and torch.equal(second[2], expected)
     assert torch.equal(first[1], second[1])
+
+
+def failing_in_a_pass(folder, draft, failing, first):
+    """An error inside a pass on some ranks; what these ranks raise in this call and in the next one."""
+    rank, model, errors = torch.distributed.get_rank(), load_sharded(folder), []
+    specbranch(model, draft=draft)
+    inputs = prompt(1, 9, seed=3)
+    if failing == (0,):
+        runtime_ranks.MEETING = timedelta(seconds=0.5)  # the other cases wait as long as users do
+    if not first:  # not while the model is checked, but in the loop
+        model.generate(**inputs, do_sample=False, max_new_tokens=4)
+    passes = []
+
+    def fail(module, arguments):
+        passes.append(None)
+        if len(passes) == 3 and rank in failing:
+            raise KeyError("a layer")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises((KeyError, ValueError, ConnectionError)) as error:
+            model.generate(**inputs, do_sample=False, max_new_tokens=8)
+        assert time.monotonic() - began < 20
+        errors.append(f"{error.type.__name__}: {error.value}")
+        if failing == (0, 1):  # the group is whole
+            hook.remove()
+            return errors, model.generate(**inputs, do_sample=False, max_new_tokens=8)
+    parallel.tell(("result", errors))
+    time.sleep(60)  # all ranks stay alive: none fails because another one has left
+
+
+@pytest.mark.parametrize("failing", [(0,), pytest.param((1,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_error_of_one_rank_in_a_pass_ends_all_ranks(failing, first, pair, tmp_path):
+    folder, _, draft = pair
+    count = 2 if failing == (0,) else 4
+    ranks = Processes(count, tmp_path, failing_in_a_pass, folder, draft, failing, first).results(30)
+    for rank, errors in enumerate(ranks):
+        own, later = errors
+        if rank in failing and not first:
+            assert own == "KeyError: 'a layer'"
+        for message in errors if rank not in failing else (later,):
+            assert message.startswith(f"LostRank: rank {rank} of {count} has lost contact"), message
+            assert f"rank {failing[0]} has failed (KeyError: 'a layer')" in message
+
+
+@pytest.mark.slow
+def test_error_of_all_ranks_in_a_pass_leaves_the_group_whole(pair, tmp_path):
+    folder, target, draft = pair
+    expected = target.generate(**prompt(1, 9, seed=3), do_sample=False, max_new_tokens=8)
+    for errors, text in Processes(2, tmp_path, failing_in_a_pass, folder, draft, (0, 1), False).results():
+        assert errors == ["KeyError: 'a layer'"] and torch.equal(text, expected)
 
 
 def endless(folder, draft):
@@ -215,7 +290,9 @@ def test_a_killed_rank_makes_the_others_fail(killed, pair, tmp_path):
     assert time.monotonic() - began < 30
     assert outcomes[killed] is None
     for rank in {0, 1, 2, 3} - {killed}:
-        assert outcomes[rank][0] == "error" and "lost contact with another process" in outcomes[rank][1], outcomes[rank]
+        assert outcomes[rank][0] == "error" and "lost contact with the tensor parallel group" in outcomes[rank][1], (
+            outcomes[rank]
+        )
 
 
 def captured(folder, draft):
@@ -254,8 +331,9 @@ def captured_on_gpu(folder, draft):
     from transformers import AutoModelForCausalLM
 
     torch.cuda.set_device(0)
-    mesh = {"device_mesh": init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))}
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **mesh).eval().cuda()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().cuda()
+    # transformers shards nothing for one process. The passes are ordered and shared all the same.
+    model._device_mesh, model._tp_size = init_device_mesh("cuda", (1,), mesh_dim_names=("tp",)), 1
     specbranch(model, draft=draft.cuda())
     inputs = {name: each.cuda() for name, each in prompt(2, 9, seed=4).items()}
     texts, stats = [], []
@@ -264,6 +342,7 @@ def captured_on_gpu(folder, draft):
         texts.append(text.cpu())
         stats.append(model.specbranch_stats)
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, specbranch=False)
+    assert state_of(model).ranks is not None
     return texts, plain.cpu(), stats
 
 

@@ -340,7 +340,9 @@ def has_holes(attention: Tensor) -> bool:
 def scored_tokens(model: PreTrainedModel) -> int:
     """Return how many tokens a model scores; embeddings may be wider than its config says."""
     weight: Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
-    return int(model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
+    vocabulary, rows = int(model.config.get_text_config(decoder=True).vocab_size), 0 if weight is None else len(weight)
+    # Of a tensor parallel model, transformers 5.15 shows no weights but those of this rank.
+    return max(vocabulary, rows) if weight is None or getattr(model, "_tp_size", None) else rows
 
 
 def is_cheap(target: torch.nn.Module, draft: torch.nn.Module) -> bool:

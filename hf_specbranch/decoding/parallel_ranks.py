@@ -8,7 +8,7 @@ criterion. Their streamers are given the whole text at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,29 +36,28 @@ def on_all_ranks(call: Call, run: Callable[[Call], Result]) -> Result:
     ranks: Ranks = call.ranks
     config = call.config
     settings = call.rows, call.slots, config.runtime, config.kernels, config.memory_budget
-    with ranks.watched(), runner_for(call.model, "target", *settings):
+    with ranks.together(), runner_for(call.model, "target", *settings):
         pass  # what is found out once per model, by passes on all ranks
-    with ranks.watched():
-        return _lead(call, ranks, run) if ranks.leads else _follow(call, ranks)
+    return _lead(call, ranks, run) if ranks.leads else _follow(call, ranks)
 
 
 def _lead(call: Call, ranks: Ranks, run: Callable[[Call], Result]) -> Result:
     try:
         ranks.leading = True
         try:
-            with ranks.watched():
-                output, stats = run(call)
+            output, stats = run(call)
         finally:
             ranks.leading = False
     except LostRank:
         raise
     except BaseException as error:
-        with suppress(RuntimeError):
+        with suppress(LostRank):  # if the group is broken, the others know why
             ranks.send(Order(FALL_BACK if isinstance(error, FallBack) else FAILED))
             ranks.agree(str(error) if isinstance(error, FallBack) else f"{type(error).__name__}: {error}")
         raise
-    ranks.send(Order(END))
-    ranks.agree((_without_cache(output), stats))
+    with ranks.together():
+        ranks.send(Order(END))
+        ranks.agree((_without_cache(output), stats))
     return output, stats
 
 
@@ -66,30 +65,25 @@ def _follow(call: Call, ranks: Ranks) -> Result:
     """Run the passes that rank 0 orders; return its output."""
     config = replace(call.config, length_head=None)
     bare = replace(call, draft=None, config=config, hooks=(), observer=None, streamer=None)
-    with assembled(bare, SpecBranchStats()) as assembly:
-        parts = assembly.parts()
-        target, follower = parts.target, None
-        while True:
-            order, inputs = ranks.receive(call.rows)
-            if order.kind == PREFILL:
-                follower = _Follower(target, ranks, order)
-                with suppress(FallBack):  # rank 0 has found the same, and says so
-                    target.prefill()
-            elif order.kind == PASS:
-                assert follower is not None
-                follower.run_pass(order, inputs)
-            else:
-                break
-        said: Any = ranks.agree(None)
+    with ExitStack() as stack:
+        try:
+            parts = stack.enter_context(assembled(bare, SpecBranchStats())).parts()
+            order, failure = _follow_orders(parts.target, ranks, call.rows)
+            said: Any = ranks.agree(None)
+        except BaseException as error:
+            ranks.break_up(error)
+            raise
         if order.kind == FALL_BACK:
             raise FallBack(said)
         if order.kind == FAILED:
-            raise RuntimeError(f"rank 0 of the tensor parallel group has failed ({said}); this is rank {ranks.rank}")
+            raise failure or RuntimeError(
+                f"rank 0 of the tensor parallel group has failed ({said}); this is rank {ranks.rank}"
+            )
         (output, stats), device = said, call.input_ids.device
         output = _on_device(output, device)
         sequences = output if isinstance(output, Tensor) else output["sequences"]
         parts.text.lengths = [sequences.shape[1]] * call.rows
-        leave_cache(call, target)
+        leave_cache(call, parts.target)
     if call.streamer is not None:
         for column in sequences[:, call.input_ids.shape[1] :].T.cpu():
             call.streamer.put(column)
@@ -97,6 +91,29 @@ def _follow(call: Call, ranks: Ranks) -> Result:
     if isinstance(output, Tensor):
         return output, stats
     return SpecBranchOutput(**{**output, "past_key_values": call.past, "stats": stats}), stats
+
+
+def _follow_orders(target: Target, ranks: Ranks, rows: int) -> tuple[Order, BaseException | None]:
+    """Run the passes that rank 0 orders; return its last order, and the error of this rank if all ranks have failed."""
+    follower, failure = None, None
+    while True:
+        order, inputs = ranks.receive(rows)
+        if order.kind not in (PREFILL, PASS):
+            return order, failure
+        try:
+            with ranks.together():
+                if order.kind == PREFILL:
+                    follower = _Follower(target, ranks, order)
+                    target.prefill()
+                else:
+                    assert follower is not None
+                    follower.run_pass(order, inputs)
+        except LostRank:
+            raise
+        except BaseException as error:
+            if ranks.broken:
+                raise
+            failure = error  # rank 0 has failed too, and says so
 
 
 class _Follower:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -71,6 +72,7 @@ class Target:
         unpadded: bool | None = None,
     ) -> None:
         self.reuses_prefix, self.ranks = reuses_prefix, ranks
+        self.together = nullcontext if ranks is None else ranks.together
         self.unpadded = bool(attention.all()) if unpadded is None else unpadded
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
@@ -112,6 +114,10 @@ class Target:
     def _prefill(self) -> Step:
         if self.ranks is not None:
             self.ranks.order_prefill(self.runner, self.seen.shape[1])
+        with self.together():
+            return self._read_prompt()
+
+    def _read_prompt(self) -> Step:
         self._count()
         # However the prompt is read, what was in the cache is overwritten from now on.
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
@@ -162,7 +168,8 @@ class Target:
             width = queries + (draft_tokens.leaves is not None)
             self.ranks.order_stage(self.buffers, key, width, shown)
         only_ours = self.in_triton and self.ranks is None
-        self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=only_ours)
+        with self.together():
+            self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=only_ours)
         return self._kept_step(queries)
 
     def _reusable_tokens(self, remembered: Remembered, prompt: Tensor) -> int:
@@ -223,9 +230,10 @@ class Target:
         further, positions = self.further.of(count), self._positions(slots)
         if self.ranks is not None:
             self.ranks.order_pass(ForwardInputs(tokens, slots, positions, spans), shown)
-        visible, positions = self.runner.visible(spans, shown, self.seen), self._on_all_axes(positions)
-        # Of any length, so not worth a capture.
-        step = self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
+        with self.together():
+            visible, positions = self.runner.visible(spans, shown, self.seen), self._on_all_axes(positions)
+            # Of any length, so not worth a capture.
+            step = self.runner.forward_uncaptured(tokens, positions, slots, visible, **self.outputs, **further)
         return step if not self.runner.is_recurrent else step.aligned((first - columns[:, :1]) + self.slots[:count])
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **outputs: Any) -> Step:
@@ -250,8 +258,9 @@ class Target:
 
     def run(self, inputs: ForwardInputs, shown: int, forward: Callable[..., Step]) -> Step:
         """Run a pass over these inputs, which reads so many slots."""
-        visible = self.runner.visible(inputs.spans, shown, self.seen)
-        return forward(inputs.tokens, inputs.positions, inputs.slots, visible, **self.outputs)
+        with self.together():
+            visible = self.runner.visible(inputs.spans, shown, self.seen)
+            return forward(inputs.tokens, inputs.positions, inputs.slots, visible, **self.outputs)
 
     # ---- one operation, in torch and in Triton
 

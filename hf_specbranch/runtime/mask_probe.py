@@ -28,7 +28,7 @@ from ..layers.check import evaluating
 from ..model_state import Found, adapter_state, agreed, state_of
 from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds
 from .kept_checks import load_check, save_check
-from .ordinary_runs import CONTEXT, REFERENCES, Ordinary, first_line, ordinary_runs, query_texts, rms
+from .ordinary_runs import CONTEXT, REFERENCES, Ordinary, first_line, ordinary_runs, query_texts, rms, together
 from .recurrent_cache import is_recurrent, masked_kinds
 from .rollback_probe import rollback_texts, rolled_back_logits
 
@@ -92,7 +92,10 @@ def _find_form(model: PreTrainedModel, role: str, typed: bool, ordinary: Ordinar
     for by_layer_type in (True, False) if typed else (False, True):
         try:
             masks = MaskMaker(model, by_layer_type)
-            fault = _rollback_fault(model, masks, ordinary) if rolls_back else _Probe(model, masks, ordinary).fault()
+            with together(model):
+                fault = (
+                    _rollback_fault(model, masks, ordinary) if rolls_back else _Probe(model, masks, ordinary).fault()
+                )
             if not fault:
                 return by_layer_type
             found.append(fault)
@@ -121,10 +124,11 @@ def _runs_unmasked(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary)
     runner, text = EagerRunner(model, masks), ordinary.texts[:1]
     positions = torch.arange(text.shape[1], device=text.device)[None]
     try:
-        runner.prefill(text[:, :CONTEXT], positions[:, :CONTEXT], None)
-        for at in range(CONTEXT, text.shape[1]):
-            here = slice(at, at + 1)
-            step = runner.forward(text[:, here], positions[:, here], positions[:, here], at + 1)
+        with together(model):
+            runner.prefill(text[:, :CONTEXT], positions[:, :CONTEXT], None)
+            for at in range(CONTEXT, text.shape[1]):
+                here = slice(at, at + 1)
+                step = runner.forward(text[:, here], positions[:, here], positions[:, here], at + 1)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
     return agreed(model, bool(rms(step.logits[0, 0].float() - ordinary.logits[0, 1]) <= MOST_ALONE * ordinary.noise))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.backend import HALF_PRECISION
-from ..model_state import agreed
+from ..model_state import agreed, ranks_of
 from .eager import quiet_arguments
 from .kv_cache import cache_argument
 from .rollback_probe import logits_token_by_token
@@ -55,21 +56,26 @@ def ordinary_runs(model: PreTrainedModel, role: str, texts: Tensor, token_by_tok
     texts, cache = texts.to(embedding.device) % vocabulary, cache_argument(model)
     extra = quiet_arguments(model)
     try:
-        whole = model(input_ids=texts, use_cache=False, **extra).logits
-        noise = NOISE_IN_FLOAT32 * whole.float().std()
-        logits = whole[:, CONTEXT:].float()
-        rounded = next((dtype for dtype in (whole.dtype, model.dtype) if dtype in HALF_PRECISION), None)
-        if token_by_token or rounded:
-            past = {cache: model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra)[cache]}
-            if token_by_token:
-                second = logits_token_by_token(model, texts, CONTEXT, past | extra)
-            else:
-                second = model(input_ids=texts[:, CONTEXT:-1], **past, **extra).logits
-            if rounded:  # two runs may agree to the last bit, although their logits are rounded
-                least = 2 * torch.finfo(rounded).eps * rms(whole)
-                noise = torch.maximum(rms(logits[:, 0] - second[:, 0]), least)
-            if token_by_token:  # a recurrent layer has another algorithm for single tokens, so it rounds differently
-                logits = second
+        with together(model):
+            whole = model(input_ids=texts, use_cache=False, **extra).logits
+            noise = NOISE_IN_FLOAT32 * whole.float().std()
+            logits = whole[:, CONTEXT:].float()
+            rounded = next((dtype for dtype in (whole.dtype, model.dtype) if dtype in HALF_PRECISION), None)
+            if token_by_token or rounded:
+                past = {cache: model(input_ids=texts[:, :CONTEXT], use_cache=True, **extra)[cache]}
+                if token_by_token:
+                    second = logits_token_by_token(model, texts, CONTEXT, past | extra)
+                else:
+                    second = model(input_ids=texts[:, CONTEXT:-1], **past, **extra).logits
+                if rounded:  # two runs may agree to the last bit, although their logits are rounded
+                    least = 2 * torch.finfo(rounded).eps * rms(whole)
+                    noise = torch.maximum(rms(logits[:, 0] - second[:, 0]), least)
+                if (
+                    token_by_token
+                ):  # a recurrent layer has another algorithm for single tokens, so it rounds differently
+                    logits = second
+    except ConnectionError:  # another rank of a tensor parallel model
+        raise
     except Exception as error:  # any error here is the model's own
         raise ValueError(
             f"the {role} {type(model).__name__} fails on an ordinary pass over {texts.shape[1]} tokens "
@@ -86,6 +92,12 @@ def ordinary_runs(model: PreTrainedModel, role: str, texts: Tensor, token_by_tok
             f"or pass specbranch=False"
         )
     return Ordinary(texts, logits, noise)
+
+
+def together(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Do what all ranks of a tensor parallel model do now: an error that one of them alone raises ends all of them."""
+    ranks = ranks_of(model)
+    return nullcontext() if ranks is None else cast(AbstractContextManager[None], ranks.together())
 
 
 def rms(values: Tensor) -> Tensor:

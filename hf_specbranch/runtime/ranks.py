@@ -6,12 +6,16 @@ decision is made twice, and none depends on two ranks computing or timing the sa
 
 On a CPU an order and the inputs of its pass are one broadcast. On a GPU the order goes from host to host, when rank 0
 launches the pass, and the inputs from device to device, inside the captured stage.
+
+An error that one rank alone raises in a pass leaves the others waiting in a collective of that pass. So the rank that
+raises it writes down the cause, closes its connections, and ends with its error; the others end with `LostRank`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -28,6 +32,9 @@ INPUTS = 7  # integers per query: token, slot, position, spans
 ROOM = 1008  # integers of the inputs that travel with an order; longer inputs are sent after it
 # What torch says where the connection to another process is lost.
 LOST = ("gloo", "nccl", "connection", "peer", "socket", "broken pipe", "timed out")
+# How long a rank that has failed in a pass waits for all others to fail in it too.
+MEETING = timedelta(seconds=5)
+CAUSE = "hf_specbranch/cause"  # where the store of the group keeps why it is broken
 
 Value = TypeVar("Value")
 _names = count(1)  # of graphs that were captured together
@@ -61,8 +68,8 @@ class CapturingBuffers(Protocol):
     def has_run(self, key: Hashable) -> bool: ...
 
 
-class LostRank(RuntimeError):
-    """Another process of the tensor parallel group has stopped."""
+class LostRank(ConnectionError):
+    """Another process of the tensor parallel group has stopped, or has failed in a pass that this one waits in."""
 
 
 class Ranks:
@@ -77,12 +84,12 @@ class Ranks:
         self.group, self.device = group, device
         self.first = dist.get_global_rank(group, 0)  # who decides
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.control = group  # between hosts
+        # Between hosts. Apart from the collectives of passes, so that ranks can meet after a pass that has failed.
+        members = dist.get_process_group_ranks(group)
+        self.control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.room = ROOM if device.type == "cpu" else 0
         self.leading = False  # the other ranks wait for orders
-        if device.type != "cpu":
-            members = dist.get_process_group_ranks(group)
-            self.control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.broken = ""  # why no collective of this group can succeed any more
 
     @property
     def leads(self) -> bool:
@@ -188,21 +195,87 @@ class Ranks:
             dist.broadcast(inputs, src=self.first, group=self.group)
         return inputs
 
+    # ---- failures
+
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Say which rank has lost contact, where torch reports a broken connection."""
+        """Say which rank has lost contact, and why, where torch reports a broken connection."""
+        if self.broken:
+            raise self._lost()
         try:
             yield
-        except LostRank:
-            raise
         except RuntimeError as error:
             text = str(error).lower()
             if not isinstance(error, dist.DistError) and not any(word in text for word in LOST):
                 raise
-            raise LostRank(
-                f"rank {self.rank} of {self.size} has lost contact with another process of the tensor parallel group, "
-                f"which has stopped: start all of them again ({str(error).splitlines()[0]})"
-            ) from error
+            self.break_up()
+            raise self._lost(str(error).splitlines()[0]) from error
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what all ranks do now, such as a pass.
+
+        An error that all of them raise leaves their collectives in step. Any other breaks the group, so that no rank
+        waits for one that has failed.
+        """
+        try:
+            with self.watched():
+                yield
+        except LostRank:
+            raise
+        except BaseException as error:
+            if not getattr(error, "failed_together", False) and not self._all_have_failed():
+                self.break_up(error)
+            error.failed_together = True  # type: ignore[attr-defined]
+            raise
+
+    def _all_have_failed(self) -> bool:
+        """Wait for the other ranks to come here too, after an error of their own."""
+        try:
+            dist.barrier(group=self.control, async_op=True).wait(MEETING)
+        except RuntimeError:
+            return False
+        return True
+
+    def break_up(self, error: BaseException | None = None) -> None:
+        """Close the connections of this rank, so that ranks that wait for it raise `LostRank`.
+
+        Args:
+            error: why, if it is an error of this rank.
+        """
+        if self.broken:
+            return
+        cause = "" if error is None else f"rank {self.rank} has failed ({type(error).__name__}: {error})"
+        with suppress(RuntimeError):  # the store may be in the process that has stopped
+            store = dist.distributed_c10d._get_process_group_store(self.group)
+            if cause and not store.check([CAUSE]):
+                store.set(CAUSE, cause)
+            cause = store.get(CAUSE).decode() if store.check([CAUSE]) else ""
+        self.broken = cause or "another process has stopped"
+        _close(self.control)
+        if self.device.type == "cpu":  # NCCL ends what waits for a lost rank by itself, after its own timeout
+            _close(self.group)
+
+    def _lost(self, message: str = "") -> LostRank:
+        details = f" ({message})" if message else ""
+        return LostRank(
+            f"rank {self.rank} of {self.size} has lost contact with the tensor parallel group: {self.broken}; start "
+            f"all processes again{details}"
+        )
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close the connections of this process in a gloo group.
+
+    Gloo closes all connections of a process in which an operation has timed out. Nobody sends what is received here.
+    """
+    me = dist.get_rank(group)
+    for other in range(dist.get_world_size(group)):
+        if other != me:
+            with suppress(RuntimeError):  # a connection that is closed already fails at once
+                request = dist.irecv(torch.zeros(1), group=group, group_src=other)
+                assert request is not None
+                request.wait(timedelta(milliseconds=1))
 
 
 def follows(model: PreTrainedModel) -> bool:

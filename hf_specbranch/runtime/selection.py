@@ -224,7 +224,10 @@ def check_model(model: PreTrainedModel, role: str) -> None:
             f"another model"
         )
     if role == "draft" and getattr(model, "_tp_size", None) is not None:
-        raise ValueError(f"the draft {name} is tensor parallel: load it without tp_plan, since rank 0 runs it alone")
+        raise ValueError(
+            f"the draft {name} is tensor parallel: load it without tp_plan and distributed_config, since rank 0 runs "
+            f"it alone"
+        )
     is_placed = role == "target" or not model.get_input_embeddings().weight.is_meta
     if any([parameter.is_meta for parameter in every_parameter(model)]) and not (is_placed and is_offloaded(model)):
         raise ValueError(f"the {role} {name} has weights on the meta device: load them before generating")
