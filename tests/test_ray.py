@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     import ray
     from ray import serve
 
-    from hf_specbranch.serving.ray_serve import APP, application
+    from hf_specbranch.serving.ray_serve import APP, application, autoscaling
     from hf_specbranch.serving.service import Limits
 
 PROMPTS = ["abcdefghijklmnopqrstuvwxyz"[at % 16 : at % 16 + 1 + at % 4] for at in range(64)]
@@ -42,6 +42,12 @@ def load_and_note(where):
     return specbranch(target, noisy_copy(target, noise=0.25, seed=1)), letter_tokenizer(VOCABULARY)
 
 
+def deploy(where, replicas):
+    settings = SpecBranchConfig(policy="vanilla")
+    app = application(lambda: load_and_note(where), settings, "tiny", ["key"], Limits(), rows=4, replicas=replicas)
+    serve.run(app, name=APP, route_prefix="/")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The address of a server with two replicas, and the folder where they note their process ids."""
@@ -51,10 +57,7 @@ def server(tmp_path_factory):
         port = free.getsockname()[1]
     ray.init(num_cpus=4, log_to_driver=False, include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    app = application(
-        lambda: load_and_note(where), SpecBranchConfig(policy="vanilla"), "tiny", ["key"], Limits(), rows=4, replicas=2
-    )
-    serve.run(app, name=APP, route_prefix="/")
+    deploy(where, replicas=2)
     yield f"http://127.0.0.1:{port}/v1", where
     serve.shutdown()
     ray.shutdown()
@@ -75,9 +78,9 @@ def alive(where):
     return [int(each.name) for each in where.iterdir() if Path(f"/proc/{each.name}").exists()]
 
 
-def wait_for_replicas(where, count=2):
+def wait_for_replicas(where, least=2, most=2):
     waited = time.monotonic() + 120
-    while len(alive(where)) < count:
+    while not least <= len(alive(where)) <= most:
         assert time.monotonic() < waited
         time.sleep(0.2)
 
@@ -132,3 +135,23 @@ def test_errors_and_metrics_come_through(server):
     metrics = openai.OpenAI(base_url=url.removesuffix("/v1"), api_key="key").get("/metrics", cast_to=str)
     assert "hf_specbranch_generated_tokens_total{replica=" in metrics
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_replicas_follow_the_load(server, tmp_path):
+    """The last test: it replaces the application of the others."""
+    url, _ = server
+    deploy(tmp_path, {**autoscaling(1, 2, 4), "upscale_delay_s": 1, "downscale_delay_s": 1, "look_back_period_s": 11})
+    wait_for_replicas(tmp_path, 1, 1)
+
+    async def ask_until_there_are_two():
+        async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=200) as client:
+            waited = time.monotonic() + 120
+            while len(alive(tmp_path)) < 2:
+                assert time.monotonic() < waited
+                answers = await asyncio.gather(*[one(client, prompt, False) for prompt in PROMPTS[:16]])
+                assert all(answers)
+
+    asyncio.run(ask_until_there_are_two())
+    wait_for_replicas(tmp_path, 1, 1)  # the load has gone
+    client = openai.OpenAI(base_url=url, api_key="key", max_retries=0)
+    assert client.completions.create(model="tiny", prompt="abc", max_tokens=4).usage.completion_tokens > 0

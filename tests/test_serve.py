@@ -262,6 +262,9 @@ def test_command_refuses_what_cannot_work(monkeypatch):
     assert said("--draft", "/no/such/model") == "--draft /no/such/model without --target: name both, or leave both " + (
         "out for the embedded pair"
     )
+    assert "expected at least --replicas, which is 3" in said("--replicas", "3", "--max-replicas", "2")
+    assert "copies of the models need Ray" in said("--no-ray", "--max-replicas", "2")
+    assert "without --max-replicas" in said("--requests-per-replica", "4")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'hf_specbranch[serve]'" in said("--no-ray")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else name)

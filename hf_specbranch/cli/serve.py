@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from .printing import leaving_cleanly, note
 
 EMBEDDED_NAME = "hf-specbranch-demo"
 KEYS = "HF_SPECBRANCH_API_KEYS"
+REQUESTS = 16  # at a time per replica, if nothing says how many answers share a batch
 
 
 def serve(
@@ -22,6 +23,15 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Replicas on Ray Serve, or this process alone.")] = True,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the models, with --ray.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Let Ray start more copies under load, up to so many.")
+    ] = None,
+    requests_per_replica: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Requests at a time per copy that --max-replicas aims at. Default: --rows, or {REQUESTS}."
+        ),
+    ] = None,
     rows: Annotated[
         int, typer.Option(min=0, help="Most answers at a time per copy; 0: by the size of the models.")
     ] = 0,
@@ -53,6 +63,7 @@ def serve(
     """
     with leaving_cleanly():
         check_sources(target, draft)
+        check_scaling(ray, replicas, max_replicas, requests_per_replica)
         from ..serving.http_server import check_installed
 
         check_installed("starlette", "uvicorn", extra="serve")
@@ -70,13 +81,18 @@ def serve(
         limits = Limits(max_prompt_tokens, max_output_tokens, max_waiting)
         model_name = name or target or EMBEDDED_NAME
         if ray:
-            from ..serving.ray_serve import application, serve_on_ray
+            from ..serving.ray_serve import application, autoscaling, serve_on_ray
 
             gpus = int(options.place(device, dtype)[0].startswith("cuda"))
+            copies: Any = replicas
+            words = f"{replicas} replicas"
+            if max_replicas is not None:
+                copies = autoscaling(replicas, max_replicas, requests_per_replica or rows or REQUESTS)
+                words = f"{replicas} to {max_replicas} replicas"
             app = application(
-                given.open_model, settings, model_name, keys, limits, rows, max_length, replicas, gpus, drain_seconds
+                given.open_model, settings, model_name, keys, limits, rows, max_length, copies, gpus, drain_seconds
             )
-            serve_on_ray(app, model_name, host, port, replicas, note)
+            serve_on_ray(app, model_name, host, port, words, note)
             return
         from ..serving.engine import Engine
         from ..serving.http_server import serve_here
@@ -84,6 +100,16 @@ def serve(
         model, tokenizer = given.open_model()
         engine = Engine(model, tokenizer, rows or None, max_length, settings)
         serve_here(engine, model_name, host, port, keys, limits, drain_seconds, note)
+
+
+def check_scaling(ray: bool, replicas: int, most: int | None, requests: int | None) -> None:
+    """Refuse numbers of replicas that contradict each other."""
+    if requests is not None and most is None:
+        raise ValueError(f"--requests-per-replica {requests} without --max-replicas: the number of copies is fixed")
+    if most is not None and not ray:
+        raise ValueError(f"--max-replicas {most} with --no-ray: copies of the models need Ray")
+    if most is not None and most < replicas:
+        raise ValueError(f"--max-replicas {most}: expected at least --replicas, which is {replicas}")
 
 
 def check_ray(instead: str, *more: str) -> None:

@@ -174,15 +174,31 @@ class RayBackend:
             response.cancel()
 
 
+def autoscaling(least: int, most: int, requests: int) -> dict[str, Any]:
+    """Return the settings of Ray Serve under which the number of replicas follows the load.
+
+    Args:
+        least: replicas without load.
+        most: replicas at any load.
+        requests: that each replica has at a time, running or waiting; Ray starts and ends replicas to get there.
+
+    Example:
+        >>> autoscaling(1, 4, 16)
+        {'min_replicas': 1, 'max_replicas': 4, 'target_ongoing_requests': 16}
+    """
+    return {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": requests}
+
+
 def application(
     load: Callable[[], tuple[Any, Any]], settings: SpecBranchConfig, name: str, keys: Sequence[str], limits: Limits,
-    rows: int = 0, max_length: int | None = None, replicas: int = 1, gpus: float = 0, drain_seconds: float = 30.0,
+    rows: int = 0, max_length: int | None = None, replicas: int | dict[str, Any] = 1, gpus: float = 0,
+    drain_seconds: float = 30.0,
 ) -> Any:  # fmt: skip
     """Return the Ray Serve application; see `Replica` for the arguments.
 
     Args:
         keys: requests must have one of them.
-        replicas: how many copies of the models.
+        replicas: how many copies of the models; or an `autoscaling_config` of Ray Serve, see `autoscaling`.
         gpus: that each of them takes.
         drain_seconds: how long running requests may take at the end.
     """
@@ -197,16 +213,17 @@ def application(
 
     shared = {"max_ongoing_requests": BUSY, "graceful_shutdown_timeout_s": drain_seconds}
     board = serve.deployment(Board, name=BOARD, ray_actor_options={"num_cpus": 0}, **shared).bind()
+    copies = {"autoscaling_config": replicas} if isinstance(replicas, dict) else {"num_replicas": replicas}
     model = serve.deployment(
-        Replica, name=MODEL, num_replicas=replicas, health_check_period_s=2,
-        ray_actor_options={"num_gpus": gpus, "num_cpus": 0 if gpus else 1}, **shared,
+        Replica, name=MODEL, health_check_period_s=2,
+        ray_actor_options={"num_gpus": gpus, "num_cpus": 0 if gpus else 1}, **copies, **shared,
     ).bind(load, settings, name, limits, rows, max_length, board)  # fmt: skip
     gateway = serve.deployment(serve.ingress(gateway_app)(Gateway), ray_actor_options={"num_cpus": 0}, **shared)
     return gateway.bind(model, board)
 
 
 def serve_on_ray(
-    app: Any, name: str, host: str, port: int, replicas: int, announce: Callable[[str], None] = print
+    app: Any, name: str, host: str, port: int, replicas: str, announce: Callable[[str], None] = print
 ) -> None:
     """Run an application until SIGTERM or Ctrl-C, then drain it. RAY_ADDRESS names a cluster; else one is started.
 
@@ -215,7 +232,7 @@ def serve_on_ray(
         name: of the model.
         host: the address to listen on.
         port: the port.
-        replicas: how many there are, for the announcement.
+        replicas: how many there are, in words, for the announcement.
         announce: shows where the server listens.
     """
     if not ray.is_initialized():
@@ -225,7 +242,7 @@ def serve_on_ray(
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    announce(f"serving {name} on http://{host}:{port}/v1 with {replicas} replicas on Ray")
+    announce(f"serving {name} on http://{host}:{port}/v1 with {replicas} on Ray")
     while not ended.wait(1):  # a wait without an end would hold back signals
         pass
     serve.delete(APP)  # waits for requests that run
