@@ -402,5 +402,8 @@ def test_families_equal_plain_generate(name, tmp_path):
     target = make(name)
     target.save_pretrained(tmp_path / "target")
     draft = noisy_copy(target, noise=0.1, seed=1)
-    for plain, *ours in Processes(2, tmp_path, of_family, str(tmp_path / "target"), draft).results():
+    found = Processes(2, tmp_path, of_family, str(tmp_path / "target"), draft).outcomes()
+    if any(kind == "error" and f"`{type(target).__name__}` has no `tp_plan`" in value for kind, value in found):
+        pytest.skip("this release of transformers refuses models without a plan")
+    for plain, *ours in [value for kind, value in found if kind == "result" or pytest.fail(value)]:
         assert all(torch.equal(text, plain) for text in ours)
