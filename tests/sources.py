@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from . import sampling
-from .models import assert_counts_add_up, attached, llama, noisy_copy, pairs, prompt, slowly
+from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt, slowly
 from .sampling import SMALLEST_P, exact_distribution, p_value, sampling_pair
 
 
@@ -37,7 +37,13 @@ class DraftSourceTests:
         assert_counts_add_up(model.specbranch_stats)
         return out, model.specbranch_stats, asked
 
-    @pytest.mark.parametrize(("stages", "rows"), pairs(["eager", "static"], [1, 3]))
+    @pytest.mark.parametrize(
+        ("stages", "rows"),
+        [
+            ("static", 3),
+            *(slowly(*each) for each in (("eager", 1), ("eager", 3), ("static", 1))),
+        ],
+    )
     def test_greedy_text_is_that_of_plain_generate(self, stages, rows, request):
         if stages == "static":
             request.getfixturevalue("static_stages")

@@ -11,7 +11,7 @@ from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.runtime import overlap
 from hf_specbranch.runtime.overlap import CpuThreads
 
-from .models import prompt
+from .models import prompt, slowly
 
 CPU = torch.device("cpu")
 QUIET, BUSY = 1, 64  # tasks that run
@@ -125,7 +125,7 @@ def test_a_look_takes_little_time(load):
     assert (time.perf_counter() - start) / 20 < 2e-3  # about 0.03 ms; the machine may be busy now
 
 
-@pytest.mark.parametrize("policy", ["auto", "vanilla", "specbranch"])
+@pytest.mark.parametrize("policy", ["auto", "vanilla", slowly("specbranch")])
 def test_generation_uses_fewer_threads(load, policy, target, draft):
     """Greedy ones do, from the moment when the machine is busy; the text stays the same.
 

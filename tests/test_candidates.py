@@ -9,7 +9,7 @@ from transformers.generation import CandidateGenerator, PromptLookupCandidateGen
 from hf_specbranch import specbranch
 from hf_specbranch.decoding import candidates
 
-from .models import attached, prompt
+from .models import attached, prompt, slowly
 from .sampling import SMALLEST_P, exact_distribution, p_value, sampling_pair
 from .sources import DraftSourceTests, draw_with, repetitive_pair
 
@@ -74,7 +74,7 @@ class SometimesLogits(BigramCandidates):
 
 
 @pytest.mark.parametrize(
-    ("kind", "static"), [(BigramCandidates, False), (SometimesLogits, True), (FlatterLogits, False)]
+    ("kind", "static"), [slowly(BigramCandidates, False), (SometimesLogits, True), (FlatterLogits, False)]
 )
 def test_drawn_candidates_leave_the_targets_distribution(kind, static, request):
     if static:

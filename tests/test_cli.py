@@ -20,6 +20,8 @@ from hf_specbranch.cli.conversation import Conversation
 from hf_specbranch.cli.generate import prompt_from
 from hf_specbranch.cli.options import GenerationOptions
 
+from .models import slowly
+
 PROMPT = "def add(a, b):"
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}{{ '# assistant\n' }}"
 
@@ -229,7 +231,7 @@ def test_later_turns_reuse_the_cache(template):
         assert turn == 0 or before - 2 <= chat.kept < length
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with a template"])
+@pytest.mark.parametrize("template", [slowly(None), TEMPLATE], ids=["without a template", "with a template"])
 def test_interrupted_answer_is_kept_so_far(template):
     target, draft, tokenizer = load_demo_pair()
     tokenizer.chat_template = template

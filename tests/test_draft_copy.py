@@ -21,12 +21,12 @@ from hf_specbranch.planning.sizes import size_of
 
 from .graphs import Comparison, tokens
 from .kernels import assert_close, randn
-from .models import attached, config, llama, noisy_copy, prompt
+from .models import attached, config, llama, noisy_copy, prompt, slowly
 from .sampling import SMALLEST_P, VOCABULARY, draw, exact_distribution, p_value
 
 CASES = (
     ("int8", None, "eager", "vanilla"),
-    (None, 12, "eager", "auto"),
+    slowly(None, 12, "eager", "auto"),
     ("float8", None, "graph", "vanilla"),
     ("int8", 12, "graph", "auto"),
 )

@@ -137,7 +137,7 @@ class SilentCounter(Counter):
     fork = rollback = None
 
 
-@pytest.mark.parametrize("policy", SPECULATIVE)
+@pytest.mark.parametrize("policy", [*map(slowly, ("vanilla", "pearl")), "specbranch"])
 def test_a_processor_that_can_fork_guides_the_draft_too(policy, target, model, draft):
     inputs, rates = prompt(), {}
     expected = target.generate(**inputs, max_new_tokens=24, do_sample=False, logits_processor=[Counter()])
@@ -154,7 +154,7 @@ def test_a_processor_that_can_fork_guides_the_draft_too(policy, target, model, d
 # ---- stopping
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*map(slowly, ("autoregressive", "pearl")), "vanilla", "specbranch"])
 def test_any_eos_token_ends_a_row_within_a_draft(policy, target, model, draft):
     plain = target.generate(**prompt(), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=PAD)
     for position in (3, 14):
@@ -484,7 +484,7 @@ def test_padded_vocabularies_of_one_tokenizer_work(sizes, drafting):
     assert sampled.shape[0] == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [slowly(torch.bfloat16), torch.float64])
 def test_the_draft_may_have_another_dtype(dtype, target, model, draft):
     expected, got = both(target, model, copy.deepcopy(draft).to(dtype), prompt(2))
     assert torch.equal(got, expected)

@@ -8,7 +8,7 @@ from hf_specbranch.bench import python_prompts
 from hf_specbranch.decoding import drafter as drafter_module
 
 from .heads import Observed, balance, random_head
-from .models import assert_counts_add_up, attached, config, prompt
+from .models import assert_counts_add_up, attached, config, prompt, slowly
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 KINDS = {
@@ -37,7 +37,7 @@ def balanced_head(kind):
     return balance(head, torch.cat(watched.shown))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["as shipped", *(slowly(kind) for kind in KINDS if kind != "as shipped")])
 def test_greedy_output_stays_the_targets(kind, target, draft):
     model, inputs = attached(target), {**prompt(3), "max_new_tokens": 24, "do_sample": False}
     head = random_head(target, draft, **KINDS[kind])
@@ -77,7 +77,7 @@ def test_discarding_held_back_tokens_is_noticed(monkeypatch):
     assert p_value(draw(settings, books_balance=False), exact_distribution(sampling_pair()[0])) < SMALLEST_P
 
 
-@pytest.mark.parametrize("name", ["good", "weak"])
+@pytest.mark.parametrize("name", [slowly("good"), "weak"])
 def test_the_shipped_heads_leave_greedy_output_alone(name):
     target, draft, tokenizer, head = load_demo_pair(name, head=True)
     batch = tokenizer([p.prompt for p in python_prompts()[:2]], return_tensors="pt", padding=True)

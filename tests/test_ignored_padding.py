@@ -13,7 +13,7 @@ from hf_specbranch.runtime.static_buffers import Buffers
 
 from . import sampling
 from .graphs import Comparison
-from .models import POLICIES, attached, config, prompt, slowly
+from .models import POLICIES, attached, config, pairs, prompt, slowly
 from .sampling import SMALLEST_P, exact_distribution, p_value, sampling_pair
 from .sources import repetitive_pair
 from .test_candidates import Recorded
@@ -37,7 +37,7 @@ def inputs(target):
     return padded_with(int(new.flatten().mode().values))
 
 
-@pytest.fixture(params=["eager", "static"])
+@pytest.fixture
 def stages(request):
     if request.param == "static":
         request.getfixturevalue("static_stages")
@@ -45,7 +45,7 @@ def stages(request):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "stages"), pairs(POLICIES, ["eager", "static"]), indirect=["stages"])
 def test_text_is_that_of_plain_generate(policy, stages, inputs, target, draft):
     model, settings = attached(target), config(policy, gamma=3, max_rejection_branches=3, tree_leaves=2)
     out = model.generate(**inputs, **PENALTY, assistant_model=draft, specbranch=settings)

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.kv_cache import BUCKET, SlotCache
 
-from .models import attached, config, llama, prompt
+from .models import attached, config, llama, prompt, slowly
 
 
 def keys(rows=1, heads=2, count=3, size=4, seed=0):
@@ -29,7 +29,7 @@ def slots_written(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize(("gamma", "k"), [(1, 1), (3, 3), (4, 4), (8, 6)])
+@pytest.mark.parametrize(("gamma", "k"), [(1, 1), (3, 3), slowly(4, 4), slowly(8, 6)])
 def test_branches_add_at_most_k_times_gamma_slots(gamma, k, target, stranger, slots_written, monkeypatch):
     from hf_specbranch.decoding.drafter import Drafter
 

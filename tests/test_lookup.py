@@ -17,7 +17,7 @@ from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
 
 from .kernels import DEVICE, on_kernels
-from .models import attached, prompt
+from .models import attached, prompt, slowly
 from .sampling import QUICK_SAMPLES, SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
 
@@ -72,7 +72,7 @@ class TestLookupBesideADraft(TestLookup):
         assert stats.sources["lookup"]["rounds"] > 2 and counts["rounds"] > 2
         assert counts["accepted"] == counts["drafted"]
 
-    @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+    @pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])
     def test_looked_up_tokens_may_follow_a_tree_leaf(self, static, request, monkeypatch):
         """A leaf that became text was read in a scratch slot, and is read again whatever drafts next."""
         if static:
@@ -199,7 +199,7 @@ def test_a_corpus_is_saved_and_loaded(tmp_path):
         LookupCorpus([[1, -1]])
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])
 def test_an_earlier_answer_makes_the_next_one_faster(static, tmp_path, request):
     if static:
         request.getfixturevalue("static_stages")

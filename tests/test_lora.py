@@ -23,7 +23,7 @@ from hf_specbranch.model_state import state_of
 
 from .graphs import Comparison, tokens
 from .kernels import DEVICE, DTYPES, assert_close, on_kernels, randn
-from .models import llama, noisy_copy
+from .models import llama, noisy_copy, slowly
 
 peft = pytest.importorskip("peft")
 # PEFT 0.21 reads a property that transformers 5.23 has renamed.
@@ -165,7 +165,7 @@ def test_no_prefix_of_another_adapter_is_reused(graph_runners):
     assert pair.reused(ids) == 0
 
 
-@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}, slowly({"use_rslora": True})], ids=str)
 def test_forms_of_lora(target, draft, graph_runners, changes):
     pair = Pair(adapted(target, lora(1, **changes)), draft, **SHORT)
     assert pair.captures(tokens(9)) and pair.captures(tokens(9, seed=1)) == 0

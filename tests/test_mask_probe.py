@@ -10,7 +10,7 @@ from hf_specbranch.bench.random_model import random_model
 from hf_specbranch.bench.shapes import config_of
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 
-from .models import attached, llama, noisy_copy, pairs, prompt
+from .models import attached, llama, noisy_copy, pairs, prompt, slowly
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REFUSED = "does not compute the same logits under an explicit attention mask"
@@ -22,7 +22,7 @@ def deep(dtype, layers=12):
 
 @pytest.mark.compat
 @pytest.mark.matrix
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [slowly(torch.float32), torch.bfloat16, slowly(torch.float16)])
 def test_rounding_is_accepted(dtype):
     """In bfloat16, logits of two ordinary runs may differ by more than a tenth of their standard deviation."""
     model = llama(seed=0, vocabulary=4000, hidden=48, layers=32, sharpness=1.0)
@@ -84,7 +84,7 @@ def test_one_layer_that_sees_too_much(change, dtype):
         mask_maker_for(model, "target")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, slowly(torch.bfloat16), torch.float16])
 def test_one_layer_with_a_window_by_index(dtype):
     model = deep(dtype)
 
@@ -187,7 +187,7 @@ def test_router_losses_are_switched_off():
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", *map(slowly, ("qwen3-30b-a3b", "mixtral-8x7b"))])
 def test_tokens_that_move_to_other_experts_do_not_refuse_a_mixture(name):
     """One query's rounding depends on which experts other queries choose; the pass that checks its keys must not."""
     for seed in range(5):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tf
 
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, pairs, prompt
+from .models import EOS, PAD, VOCABULARY, attached, config, llama, noisy_copy, prompt, slowly
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # GPT-BigCode
 
@@ -22,6 +22,8 @@ TYPED = {
     "gpt-bigcode": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**SPECIAL, **SMALL)),
     "bert": lambda: tf.BertLMHeadModel(tf.BertConfig(**SPECIAL, **BERT)),
 }
+CASES = [(family, policy) for family in TYPED for policy in ("specbranch", "autoregressive")]
+QUICK = ("gpt2", "specbranch"), ("bert", "autoregressive")
 
 
 def make(kind, seed=0):
@@ -42,7 +44,7 @@ def plain_and_ours(target, policy, rows, **arguments):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("family", "policy"), pairs(TYPED, ["specbranch", "autoregressive"]))
+@pytest.mark.parametrize(("family", "policy"), [each if each in QUICK else slowly(*each) for each in CASES])
 def test_token_types_go_on_with_the_last_one(family, policy):
     target = make(TYPED[family])
     for rows in (1, 2):
@@ -96,7 +98,7 @@ def as_class(kind):
 
 @pytest.mark.compat
 @pytest.mark.matrix
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["autoregressive", *map(slowly, ("vanilla", "pearl")), "specbranch"])
 def test_a_constant_argument_reaches_every_pass(policy):
     target = as_class(Tilted)
     for rows in (1, 2):

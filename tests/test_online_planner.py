@@ -26,7 +26,7 @@ from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.overlap import Totals
 from hf_specbranch.runtime.static_buffers import StaticBuffers
 
-from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt
+from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt, slowly
 from .plans import ALWAYS, CHEAP_DRAFT, NEVER, PAPER, every_plan, from_token, of_size, recordings
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
@@ -87,7 +87,7 @@ def alternate_plans(monkeypatch):
 @pytest.mark.compat
 @pytest.mark.matrix
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("which", ["draft", "stranger"])
+@pytest.mark.parametrize("which", ["draft", slowly("stranger")])
 def test_text_does_not_depend_on_plans(random_plans, request, target, rows, which):
     small = request.getfixturevalue(which)
     inputs = prompt(rows)
@@ -99,7 +99,7 @@ def test_text_does_not_depend_on_plans(random_plans, request, target, rows, whic
     assert_counts_add_up(stats)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [slowly(1), 3])
 def test_static_stages_follow_changing_plans(kept_buffers, random_plans, target, draft, rows):
     run = {**prompt(rows), "max_new_tokens": 60, "do_sample": False}
     model = attached(target)
@@ -355,7 +355,7 @@ def test_plan_that_loses_is_left():
     assert known.choices and {choice.plan.policy for choice in known.choices.values()} == {"autoregressive"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *map(slowly, range(1, 4))])
 def test_load_does_not_mislead(seed):
     """Segments take one to eight times as long, at random: the plan stays the one of a quiet machine."""
     costs, known, dice = StepCosts(0.0066, 3e-4, 1e-3), Knowledge(), random.Random(seed)

@@ -12,7 +12,7 @@ from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.shared_vocabulary import MOST_PIECES
 from hf_specbranch.vocabularies import Translation, Vocabulary, translation_for
 
-from .models import assert_counts_add_up, attached, llama, prompt
+from .models import assert_counts_add_up, attached, llama, prompt, slowly
 from .sampling import SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
 from .two_tokenizers import SENTENCES, letters, metaspace_tokenizer, pair, prompts, tokenizers, with_other_letters
@@ -48,7 +48,7 @@ class TestReencodedText(DraftSourceTests):
         return super().sampling_p_value(samples)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])
 def test_lookup_beside_shared_tokens(static, request, monkeypatch):
     if static:
         request.getfixturevalue("static_stages")
@@ -71,8 +71,13 @@ def both(target_tokenizer, draft_tokenizer):
 
 @pytest.mark.compat
 @pytest.mark.matrix
-@pytest.mark.parametrize(("rows", "static"), [(1, False), (4, True)])
-@pytest.mark.parametrize("policy", ["auto", "pearl", "specbranch"])
+@pytest.mark.parametrize(
+    ("policy", "rows", "static"),
+    [
+        *(("auto", 4, True), ("pearl", 1, False), ("specbranch", 4, True)),
+        *(slowly("auto", 1, False), slowly("pearl", 4, True), slowly("specbranch", 1, False)),
+    ],
+)
 def test_greedy_text_is_that_of_plain_generate(policy, rows, static, request):
     if static:
         request.getfixturevalue("static_stages")
@@ -94,7 +99,7 @@ def test_sampled_calls_draw_shared_tokens():
     assert set(model.specbranch_stats.sources) == {shared_vocabulary.NAME}
 
 
-@pytest.mark.parametrize("policy", ["auto", "pearl"])
+@pytest.mark.parametrize("policy", ["auto", slowly("pearl")])
 def test_a_wrong_translation_costs_acceptance_alone(policy, monkeypatch):
     """Planted fault: tokens are translated into their neighbours. The text stays, and the statistics show it."""
     target, draft, *two = pair()

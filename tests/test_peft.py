@@ -10,7 +10,7 @@ from transformers import pipeline
 from hf_specbranch import SpecBranchMixin, specbranch
 from hf_specbranch.planning.knowledge import knowledge_of
 
-from .models import VOCABULARY, config, llama, prompt
+from .models import VOCABULARY, config, llama, pairs, prompt
 from .tokens import letter_tokenizer
 
 peft = pytest.importorskip("peft")
@@ -54,8 +54,7 @@ def test_the_wrapper_comes_back_and_its_model_is_attached(plain, draft):
     assert type(model.get_base_model()) is type(plain.get_base_model())
 
 
-@pytest.mark.parametrize("policy", ["auto", "vanilla", "specbranch", "autoregressive"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("policy", "rows"), pairs(["auto", "specbranch", "vanilla", "autoregressive"], [1, 3]))
 def test_tokens_are_those_of_the_plain_peft_model(rows, policy, plain, model):
     settings = {} if policy == "auto" else {"specbranch": config(policy)}
     assert torch.equal(model.generate(**prompt(rows), **GREEDY, **settings), plain.generate(**prompt(rows), **GREEDY))

@@ -9,7 +9,7 @@ from hf_specbranch.planning.agreement import read_agreement
 from hf_specbranch.runtime.positions import learned_positions
 
 from .families import make
-from .models import EOS, PAD, VOCABULARY, attached, config, llama, noisy_copy, slowly
+from .models import EOS, PAD, VOCABULARY, attached, config, llama, noisy_copy, pairs, slowly
 
 LEARNED = 40
 SPECIAL = {"eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": PAD}
@@ -38,10 +38,13 @@ def target(request):
     return model.eval()
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "static"])
+@pytest.fixture
 def stages(request):
-    if request.param:
+    if request.param == "static":
         request.getfixturevalue("static_stages")
+
+
+in_both_stages = pytest.mark.parametrize(("target", "stages"), pairs([gpt2, opt], ["eager", "static"]), indirect=True)
 
 
 def run(length, more, rows=1, padding=0):
@@ -60,6 +63,7 @@ class EndsAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
+@in_both_stages
 @pytest.mark.parametrize("policy", ["vanilla", "specbranch", *map(slowly, ("autoregressive", "pearl"))])
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), slowly(2, 5)])
 def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages):
@@ -72,7 +76,8 @@ def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages
         assert torch.equal(attached(target).generate(**kwargs, assistant_model=draft, specbranch=settings), plain)
 
 
-@pytest.mark.parametrize("policy", ["vanilla", "specbranch", *map(slowly, ("autoregressive", "pearl"))])
+@in_both_stages
+@pytest.mark.parametrize("policy", ["specbranch", *map(slowly, ("autoregressive", "vanilla", "pearl"))])
 def test_longer_text_is_refused(policy, target, stages):
     kwargs = run(24, 90) | {"eos_token_id": None}
     with pytest.raises(IndexError):
@@ -82,6 +87,7 @@ def test_longer_text_is_refused(policy, target, stages):
         attached(target).generate(**kwargs, assistant_model=draft, specbranch=settings)
 
 
+@in_both_stages
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_auto_policy_when_the_text_outgrows_the_draft(do_sample, target, stages):
     """The planner lets the draft read the end of the text, as much as its positions allow."""

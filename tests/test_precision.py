@@ -14,6 +14,8 @@ from hf_specbranch.kernels.rotation import HALVES, Rotation
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
 
+from .models import slowly
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 precision = importlib.import_module("precision")
 
@@ -29,10 +31,10 @@ def tiny(name):
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("llama3.2-1b", [HALVES] * 4),
+        slowly("llama3.2-1b", [HALVES] * 4),
         ("glm4-9b", [Rotation(neighbours=True)] * 4),
         ("command-r7b", [Rotation(neighbours=True, table="neighbours")] * 3 + [None]),
-        ("smollm3-3b", [HALVES] * 3 + [None]),
+        slowly("smollm3-3b", [HALVES] * 3 + [None]),
         ("gpt-oss-20b", [Rotation(table="once")] * 4),
     ],
 )

@@ -19,7 +19,7 @@ from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.selection import SPARE_SLOTS
 
 from . import sampling
-from .models import EOS, PAD, POLICIES, VOCABULARY, attached, config, llama, noisy_copy, pairs
+from .models import EOS, PAD, VOCABULARY, attached, config, llama, noisy_copy, pairs, slowly
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 ROOM = 640  # positions of the models here
@@ -84,7 +84,16 @@ def test_prompts_of_any_length_need_few_captured_sizes(rows, length, captured):
     assert sum(count for _, count in prefill.passes(rows, length, takes_spans=True)) == length
 
 
-@pytest.mark.parametrize(("length", "limit"), pairs([1, 2, 63, 64, 65, 130, 512, 513], [(1, 512), (3, 128), (9, 32)]))
+LIMITS = [(1, 512), (3, 128), (9, 32)]
+
+
+@pytest.mark.parametrize(
+    ("length", "limit"),
+    [
+        *pairs([1, 64, 65, 513], LIMITS),
+        *(slowly(length, limit) for length in (2, 63, 130, 512) for limit in LIMITS),
+    ],
+)
 def test_greedy_output_equals_plain_generate(length, limit, read, pair):
     """Only short prompts take the captured path. The limit counts all rows."""
     rows, most = limit
@@ -97,7 +106,7 @@ def test_greedy_output_equals_plain_generate(length, limit, read, pair):
     assert read == ([length] if length <= most else [])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*map(slowly, ("autoregressive", "vanilla", "pearl")), "specbranch"])
 def test_every_policy_continues_after_captured_prefill(policy, read, pair):
     target, draft = pair
     kwargs = run(tokens(70, rows=2), max_new_tokens=40, eos_token_id=[EOS, *range(10, 14)])
@@ -117,7 +126,7 @@ def test_keys_and_values_equal_ordinary_prefill(length, read, pair):
         torch.testing.assert_close(mine.values, other.values, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("length", [5, 65, 130])
+@pytest.mark.parametrize("length", [*map(slowly, (5, 130)), 65])
 def test_sliding_window(length, read):
     torch.manual_seed(0)
     settings = dict(

@@ -87,7 +87,7 @@ def test_growing_chat_reads_what_is_new(compare):
         assert compare.stats.reused_tokens == known - 2
 
 
-@pytest.mark.parametrize("shared", [FEWEST_TOKENS - 1, FEWEST_TOKENS, 73])
+@pytest.mark.parametrize("shared", [FEWEST_TOKENS - 1, FEWEST_TOKENS, slowly(73)])
 def test_common_beginning_must_be_long(shared, compare):
     text = compare(tokens(70))
     prompt = torch.cat([text[:, :shared], (text[:, shared : shared + 1] - 2) % 40 + 3, tokens(9)], dim=1)
@@ -250,7 +250,7 @@ def test_sampled_text_after_a_reused_prefix(compare):
     assert torch.equal(*drawn)
 
 
-@pytest.mark.parametrize("policy", ["autoregressive", "vanilla", "pearl", "specbranch", "auto"])
+@pytest.mark.parametrize("policy", [*map(slowly, ("autoregressive", "vanilla", "pearl")), "specbranch", "auto"])
 def test_every_policy_leaves_the_right_keys(policy, compare):
     """Also where the text ends inside a draft or at a tree leaf."""
     compare.settings |= {"policy": policy, "tree_leaves": 4}

@@ -58,7 +58,13 @@ def run(model, inputs, with_criterion=False, **kwargs):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [slowly(1), slowly(2), 4])
-@pytest.mark.parametrize(("policy", "with_criterion"), pairs(POLICIES, [False, True]))
+@pytest.mark.parametrize(
+    ("policy", "with_criterion"),
+    [
+        *pairs(["vanilla", "specbranch"], [False, True]),
+        *(slowly(policy, each) for policy in ("autoregressive", "pearl") for each in (False, True)),
+    ],
+)
 def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target, model, draft):
     for seed in range(3):
         inputs = prompt(rows, seed=seed)

@@ -28,7 +28,7 @@ from hf_specbranch.runtime.selection import why_not_captured
 
 from .graphs import Comparison, tokens
 from .kernels import DEVICE, logits_over_branches
-from .models import config, noisy_copy
+from .models import config, noisy_copy, slowly
 from .quantised import AwqLinear, Float8Linear, GptqLinear, WordsLinear, pack_last, quantised_model
 
 KINDS = (Float8Linear, WordsLinear, GptqLinear)
@@ -67,7 +67,7 @@ def test_groups_out_of_order_are_not_recognised():
     assert recognise_format(layer) is None
 
 
-@pytest.mark.parametrize("kind", [*KINDS, AwqLinear])
+@pytest.mark.parametrize("kind", [*map(slowly, (Float8Linear, WordsLinear)), GptqLinear, slowly(AwqLinear)])
 def test_quantised_model_decodes_as_dequantised(kind, graph_runners):
     model, dense = quantised_model(kind)
     text = Comparison(model, noisy_copy(dense, 0.2, 1), runtime="graph")(tokens(12))

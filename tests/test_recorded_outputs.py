@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 from .families import make
-from .models import EOS, PAD, POLICIES, attached, config, llama, noisy_copy, prompt
+from .models import EOS, PAD, POLICIES, attached, config, llama, noisy_copy, pairs, prompt, slowly
 from .test_generate_features import window_model
 
 ASKED = {
@@ -52,8 +52,8 @@ def compare(target, rows, policy="specbranch", seeds=2, prepare=lambda kwargs: k
     return ours
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.compat)])
+@pytest.mark.compat
+@pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
 def test_rows_go_on_with_padding_after_their_end(rows, policy):
     compare(llama(seed=0, attn_implementation="eager"), rows, policy, eos_token_id=ENDS, repetition_penalty=1.2)
 
@@ -67,8 +67,7 @@ def test_long_padding_is_read_in_parts():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize(("family", "cache"), pairs(["mistral-sliding", "gemma3", "gpt-oss"], [None, "static"]))
 def test_attentions_have_the_columns_of_the_cache(cache, family):
     target = make(family)
     target.set_attn_implementation("eager")
@@ -111,7 +110,7 @@ def gemma3n():
 
 @pytest.mark.compat
 @pytest.mark.matrix
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [slowly(1), 2])
 def test_hidden_states_with_several_streams(rows):
     target = gemma3n()
     target.set_attn_implementation("eager")

@@ -18,7 +18,7 @@ from hf_specbranch.runtime.recurrent_modules import owners_of
 
 from .fuzz import RECURRENT
 from .kernels import DEVICE
-from .models import config, slowly
+from .models import config, pairs, slowly
 from .test_recurrent import ENDS, KINDS, assert_equal, attached_pair, plain_model
 
 DELTA_NETWORKS = ["qwen3_next", "qwen3_5_text"]
@@ -100,8 +100,7 @@ def test_positions_on_several_axes():
     assert len(calls) == 1 and calls[0] is axes
 
 
-@pytest.mark.parametrize("name", DELTA_NETWORKS)
-@pytest.mark.parametrize("part", ["dt_bias", "norm", "conv1d"])
+@pytest.mark.parametrize(("part", "name"), pairs(["dt_bias", "norm", "conv1d"], DELTA_NETWORKS))
 def test_faulty_delta_network_is_not_replaced(name, part):
     """One that computes with something else than its parameters."""
     model = copy.deepcopy(plain_model(name))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
-from .models import attached, config, noisy_copy, prompt
+from .models import attached, config, noisy_copy, pairs, prompt, slowly
 from .releases import PHI3_FALLS_BACK
 
 VOCABULARY, ORIGINAL = 48, 24
@@ -61,16 +61,12 @@ def make(name):
     return model
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize("rows", [slowly(1), 3])
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "autoregressive",
-        pytest.param("vanilla", marks=pytest.mark.compat),
-        pytest.param("specbranch", marks=pytest.mark.slow),
-    ],
+    ("name", "policy"),
+    [*pairs(MODELS, ["vanilla", "autoregressive"]), *(slowly(name, "specbranch") for name in MODELS)],
 )
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", MODELS)
 def test_crossing_the_limit_equals_plain_generate(name, rows, policy):
     target = make(name)
     draft = noisy_copy(target, noise=0.05, seed=1)

@@ -24,6 +24,8 @@ from hf_specbranch.planning.simulate import (
     save_agreements,
 )
 
+from .models import slowly
+
 BRANCHING = partial(SpecBranchConfig, policy="specbranch")
 SETTINGS = {
     "vanilla, fixed length": SpecBranchConfig(policy="vanilla", confidence_threshold=0.0, max_draft_length=5),
@@ -38,6 +40,7 @@ SETTINGS = {
     "specbranch, tree leaves": BRANCHING(max_rejection_branches=6, tree_leaves=4, confidence_threshold=0.1),
     "specbranch, wide": BRANCHING(max_branches=8, max_draft_length=3, confidence_threshold=0.8),
 }
+QUICK = ("vanilla", "pearl", "specbranch", "specbranch, tree leaves")
 NEW_TOKENS = 24
 
 
@@ -48,7 +51,7 @@ def pair(request):
     return specbranch(target), draft, inputs, record_agreement(target, draft, inputs, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name if name in QUICK else slowly(name) for name in SETTINGS])
 def test_replay_counts_the_passes_and_steps_of_the_engine(name, pair):
     model, draft, inputs, agreement = pair
     model.generate(

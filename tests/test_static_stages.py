@@ -14,7 +14,7 @@ from hf_specbranch.runtime.overlap import Overlap
 from hf_specbranch.runtime.static_buffers import Buffers, HostCopies
 from hf_specbranch.stats import SpecBranchStats
 
-from .models import EOS, POLICIES, assert_counts_add_up, attached, config, prompt, slowly
+from .models import EOS, assert_counts_add_up, attached, config, prompt, slowly
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
 
 pytestmark = pytest.mark.usefixtures("static_stages")
@@ -36,8 +36,8 @@ COUNTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", [slowly(1), 3])
+@pytest.mark.parametrize("policy", [*map(slowly, ("autoregressive", "pearl")), "vanilla", "specbranch"])
 def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(rows), "max_new_tokens": 16, "do_sample": False}
@@ -55,7 +55,7 @@ def test_tokens_and_counts_equal_dynamic_shapes(policy, rows, target, draft, mon
             assert getattr(stats, name) == getattr(counts, name), name
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [slowly(1), 3])
 def test_a_draft_that_stops_takes_no_further_steps(rows, target, draft, monkeypatch):
     """Everything else is as if all steps ran."""
     model, asked = attached(target), {**prompt(rows), "max_new_tokens": 30, "do_sample": False}
@@ -154,7 +154,7 @@ def test_finished_rows_leave_the_others_unchanged(target, draft, monkeypatch):
     assert_counts_add_up(stats)
 
 
-@pytest.mark.parametrize("extra", [{"min_new_tokens": 20}, {"min_length": 25}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("extra", [slowly({"min_new_tokens": 20}), {"min_length": 25}, {"repetition_penalty": 1.3}])
 def test_processors_run_inside_the_stage(extra, target, draft, monkeypatch):
     model = attached(target)
     kwargs = {**prompt(2), "max_new_tokens": 28, "do_sample": False, "eos_token_id": [EOS, *range(10, 30)], **extra}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_specbranch import SpecBranchConfig, SpecBranchStats
 from hf_specbranch.runtime.overlap import Overlap
 
-from .models import POLICIES, assert_counts_add_up, attached, config, prompt
+from .models import POLICIES, assert_counts_add_up, attached, config, prompt, slowly
 
 CONFIGS = st.builds(
     SpecBranchConfig,
@@ -154,7 +154,7 @@ def test_no_division_by_zero():
     assert figures["rollback_rate"] == figures["tokens_per_second"] == 0.0
 
 
-@pytest.mark.parametrize("policy", ["vanilla", "specbranch"])
+@pytest.mark.parametrize("policy", [slowly("vanilla"), "specbranch"])
 def test_draft_seconds_are_the_time_spent_drafting(target, draft, policy):
     """On one CPU nothing is hidden: both models want the same cores."""
     model = attached(target)

@@ -155,7 +155,7 @@ MAKERS = {"EAGLE-3": target_and_eagle3, "MTP": target_and_mtp, "DFlash": target_
 @pytest.mark.parametrize(
     ("kind", "leaves", "stages"),
     [
-        ("EAGLE-3", 0, "eager"),
+        slowly("EAGLE-3", 0, "eager"),
         ("EAGLE-3", 3, "static"),
         ("MTP", 3, "eager"),
         ("DFlash", 3, "static"),
@@ -275,7 +275,7 @@ def test_drafts_that_do_not_fit_are_refused(folder, fields, message):
 @pytest.mark.parametrize(
     "more",
     [
-        {"norm_before_fc": True},
+        slowly({"norm_before_fc": True}),
         {"fc_norm": True, "norm_output": True},
         {"decoder": {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8}},
     ],

@@ -68,7 +68,7 @@ def greedy(folder, draft, policies):
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_return_the_text_of_one_process(count, pair, tmp_path):
     folder, target, draft = pair
-    policies = (*POLICIES[1:], "auto") if count == 2 else ("specbranch",)
+    policies = ("pearl", "auto") if count == 2 else ("vanilla", "specbranch")
     expected = target.generate(**prompt(3, 9, seed=3), do_sample=False, max_new_tokens=NEW)
     ranks = Processes(count, tmp_path, greedy, folder, draft, policies).results()
     for texts, sampled, stats in ranks:

@@ -16,6 +16,8 @@ from hf_specbranch.timeline.record import as_if_captured, token_texts
 from hf_specbranch.timeline.recording import BRANCHES, DRAFT, TARGET, Block, Recording
 from hf_specbranch.timeline.waits import Wait, waits
 
+from .models import slowly
+
 PROMPT = "def add(a, b):"
 METHODS = {
     "specbranch": {},
@@ -29,6 +31,7 @@ METHODS = {
     "vanilla": {},
     "autoregressive": {},
 }
+QUICK = ("specbranch, drawn", "specbranch, leaves", "auto", "pearl", "vanilla", "autoregressive")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def recorded(pair, way):
     return record(*pair, PROMPT, specbranch=SpecBranchConfig(**settings), max_new_tokens=48, **sampling)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[way if way in QUICK else slowly(way) for way in METHODS])
 def recording(pair, request):
     return recorded(pair, request.param)
 
