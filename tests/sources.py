@@ -21,6 +21,7 @@ class DraftSourceTests:
     """The contract of a draft source. `source` names it in the statistics."""
 
     source = ""
+    new_tokens = 24
 
     def arguments(self, draft):
         """Return the arguments of `generate()` that choose the source."""
@@ -32,7 +33,7 @@ class DraftSourceTests:
 
     def generated(self, rows, target, draft, **asked):
         model = attached(target)
-        asked = {**prompt(rows, length=12, vocabulary=12), "max_new_tokens": 40, **asked}
+        asked = {**prompt(rows, length=12, vocabulary=12), "max_new_tokens": self.new_tokens, **asked}
         out = model.generate(**asked, **self.arguments(draft))
         assert_counts_add_up(model.specbranch_stats)
         return out, model.specbranch_stats, asked

@@ -42,7 +42,7 @@ def first_quick(names, quick=1):
     return [*names[:quick], *(pytest.param(name, marks=pytest.mark.slow) for name in names[quick:])]
 
 
-@pytest.mark.parametrize("name", first_quick(TEXT, quick=2))
+@pytest.mark.parametrize("name", first_quick(TEXT))
 def test_text_is_equal(name):
     result = try_family(family(name))
     assert {case.state for case in result.cases} == {EQUAL}, in_words(result)

@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Quanti
 
 from hf_specbranch import SpecBranchConfig, specbranch
 
-from .models import config, llama, noisy_copy, pairs, prompt
+from .models import config, llama, noisy_copy, pairs, prompt, slowly
 
 pytestmark = pytest.mark.compat
 GREEDY = {"max_new_tokens": 14, "do_sample": False}
@@ -91,7 +91,13 @@ NESTED = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "inside"), pairs(NESTED, ["processor", "criterion"]))
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        *pairs(["plain", "plain with an assistant", "beams", "with an assistant"], ["processor", "criterion"]),
+        *(slowly(name, inside) for name in ("no draft", "with settings") for inside in ("processor", "criterion")),
+    ],
+)
 def test_nested_calls_know_nothing_of_the_outer_call(name, inside, target, model, draft, stranger):
     other, asked = specbranch(copy.deepcopy(stranger)), dict(NESTED[name])
     policies = {"no draft": "autoregressive", "with an assistant": "auto", "with settings": "vanilla"}
@@ -149,7 +155,7 @@ def test_num_assistant_tokens_is_honoured(where, length, model, target):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("where", ["argument", "passed", "target", "draft"])
+@pytest.mark.parametrize("where", ["argument", *map(slowly, ("passed", "target")), "draft"])
 def test_assistant_confidence_threshold_is_honoured(where, model, draft):
     draft, drafted = copy.deepcopy(draft), []
     for threshold in (0.0, 0.4, 0.99):

@@ -97,14 +97,16 @@ def test_other_shapes_have_a_file_of_their_own(folder):
 @pytest.mark.parametrize(
     "content",
     [
-        "", "{", "[]", "null", '{"machine": 1}', '{"machine": MACHINE, "costs": 3, "pairs": {}}',
-        '{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": 5}}',
-        '{"machine": MACHINE, "costs": {"[1]": {}}, "pairs": {}}',
+        slowly(""), "{", slowly("[]"), "null", '{"machine": 1}', '{"machine": MACHINE, "costs": 3, "pairs": {}}',
+        slowly('{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": 5}}'),
+        slowly('{"machine": MACHINE, "costs": {"[1]": {}}, "pairs": {}}'),
         '{"machine": MACHINE, "costs": {"[1, \\"eager\\", false, 1]": {"speed": [NaN], "draft": [], "passes": {}, '
         '"hidden": []}}, "pairs": {}}',
-        '{"machine": MACHINE, "costs": {"[1, \\"eager\\", false, 1]": {"speed": [-1], "draft": [], "passes": {}, '
-        '"hidden": []}}, "pairs": {}}',
-        '{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": {"choices": [[1, 2, 3]]}}}',
+        slowly(
+            '{"machine": MACHINE, "costs": {"[1, \\"eager\\", false, 1]": {"speed": [-1], "draft": [], "passes": {}, '
+            '"hidden": []}}, "pairs": {}}'
+        ),
+        slowly('{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": {"choices": [[1, 2, 3]]}}}'),
         '{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": {"choices": [[{"policy": "nonsense"}, [1, "eager", '
         'false, 1], {}, 1, 1]]}}}',
         '{"machine": MACHINE, "costs": {}, "pairs": {"WEIGHTS": {"texts": [{"rank": [0], "chances": []}]}}}',

@@ -64,7 +64,7 @@ class EndsAt(StoppingCriteria):
 
 
 @in_both_stages
-@pytest.mark.parametrize("policy", ["vanilla", "specbranch", *map(slowly, ("autoregressive", "pearl"))])
+@pytest.mark.parametrize("policy", ["specbranch", *map(slowly, ("autoregressive", "vanilla", "pearl"))])
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), slowly(2, 5)])
 def test_text_may_end_at_the_last_position(rows, padding, policy, target, stages):
     """Plain `generate()` returns one token after the last position; a text that ends there may be given more room."""
@@ -88,7 +88,7 @@ def test_longer_text_is_refused(policy, target, stages):
 
 
 @in_both_stages
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("do_sample", [False, slowly(True)])
 def test_auto_policy_when_the_text_outgrows_the_draft(do_sample, target, stages):
     """The planner lets the draft read the end of the text, as much as its positions allow."""
     large, draft = llama(seed=0), target

@@ -234,7 +234,7 @@ def test_samples_follow_the_targets_distribution(read, monkeypatch):
     assert read == [sampling.PROMPT.shape[1]] * 3
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [slowly(True), False])
 def test_chat_continues_from_cache(whole, read, pair):
     """The first turn takes the captured path. Later turns start after the cached text, passed again or not."""
     target, draft = pair

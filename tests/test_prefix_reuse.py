@@ -24,7 +24,10 @@ from .models import config, llama, noisy_copy, slowly
 
 SHORTEST_TEXT, FEWEST_TOKENS = 60, 40  # in place of lengths that take long on a CPU
 NEW = 12  # tokens of each call
-LIKE_OTHERS = ("scaled_through_data", "one_element_through_data", "to_half_precision_and_back")  # found like others
+LIKE_OTHERS = (  # found like others
+    *("scaled_in_place", "scaled_through_data", "one_element_through_data", "loaded_state"),
+    "to_half_precision_and_back",
+)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,13 @@ class LonelyGrammar(Grammar):
 
 @pytest.mark.compat
 @pytest.mark.matrix
-@pytest.mark.parametrize(("policy", "kind"), pairs(POLICIES, [Grammar, LonelyGrammar]))
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        *pairs(["vanilla", "specbranch"], [Grammar, LonelyGrammar]),
+        *(slowly(policy, kind) for policy in ("autoregressive", "pearl") for kind in (Grammar, LonelyGrammar)),
+    ],
+)
 def test_a_grammar_is_never_shown_a_finished_text(policy, kind, target, model, draft):
     kwargs = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": PAD}
     for seed in range(3):

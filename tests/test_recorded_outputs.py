@@ -67,7 +67,10 @@ def test_long_padding_is_read_in_parts():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("family", "cache"), pairs(["mistral-sliding", "gemma3", "gpt-oss"], [None, "static"]))
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [*pairs(["mistral-sliding", "gpt-oss"], [None, "static"]), *(slowly("gemma3", each) for each in (None, "static"))],
+)
 def test_attentions_have_the_columns_of_the_cache(cache, family):
     target = make(family)
     target.set_attn_implementation("eager")

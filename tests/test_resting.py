@@ -10,7 +10,7 @@ from hf_specbranch.planning.chooser import choose
 from hf_specbranch.planning.knowledge import EVALUATE_ALWAYS, MOST_TRYING, Knowledge, Situation
 from hf_specbranch.runtime.eager import EagerRunner
 
-from .models import attached, llama, prompt
+from .models import attached, llama, prompt, slowly
 from .plans import CHEAP_DRAFT, NEVER, every_plan
 
 LEARNING = EVALUATE_ALWAYS + 1  # calls, after each of which the choice is evaluated
@@ -63,7 +63,11 @@ def test_draft_is_tried_again_once_that_is_cheap(rested):
 
 @pytest.mark.parametrize(
     "more",
-    [{"do_sample": True}, {"speculation_hooks": [ConfidenceStop(0.0)]}, {"specbranch": SpecBranchConfig("vanilla")}],
+    [
+        {"do_sample": True},
+        slowly({"speculation_hooks": [ConfidenceStop(0.0)]}),
+        {"specbranch": SpecBranchConfig("vanilla")},
+    ],
 )
 def test_other_calls_still_draft(rested, more):
     """Sampled texts depend on no measurement; hooks and named policies are followed."""

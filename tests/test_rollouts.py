@@ -12,7 +12,7 @@ from hf_specbranch import specbranch
 from .models import config, llama, noisy_copy, prompt
 from .parallel import HEADS, Processes
 
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
 def step(model, optimizer, texts):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
-from .models import attached, config, noisy_copy, pairs, prompt, slowly
+from .models import attached, config, noisy_copy, prompt, slowly
 from .releases import PHI3_FALLS_BACK
 
 VOCABULARY, ORIGINAL = 48, 24
@@ -61,11 +61,15 @@ def make(name):
     return model
 
 
+CASES = [(name, policy) for name in MODELS for policy in ("autoregressive", "vanilla", "specbranch")]
+QUICK = ("llama-dynamic", "autoregressive"), ("phi3-longrope", "vanilla")
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [slowly(1), 3])
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [*pairs(MODELS, ["vanilla", "autoregressive"]), *(slowly(name, "specbranch") for name in MODELS)],
+    [each if each in QUICK else slowly(*each) for each in CASES],
 )
 def test_crossing_the_limit_equals_plain_generate(name, rows, policy):
     target = make(name)
@@ -102,9 +106,9 @@ def test_rows_that_end_before_the_limit():
     target = make("phi3-longrope")
     model, draft = attached(target), noisy_copy(target, noise=0.05, seed=1)
     inputs = prompt(4, length=9, vocabulary=VOCABULARY, seed=3)
-    free = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    free = target.generate(**inputs, max_new_tokens=20, do_sample=False)
     for end in {int(free[0, 14]), int(free[1, ORIGINAL]), int(free[2, ORIGINAL + 1])}:
-        arguments = dict(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=end, pad_token_id=0)
+        arguments = dict(**inputs, max_new_tokens=20, do_sample=False, eos_token_id=end, pad_token_id=0)
         assert torch.equal(model.generate(**arguments, assistant_model=draft), target.generate(**arguments)), end
         assert (model.specbranch_stats is None) == PHI3_FALLS_BACK
 

@@ -24,6 +24,7 @@ from hf_specbranch.planning.timer import SegmentTimer
 from hf_specbranch.runtime.overlap import Clock, Overlap
 from hf_specbranch.stats import SpecBranchStats
 
+from .models import pairs, slowly
 from .plans import every_plan, from_token
 from .test_online_planner import timing_of
 
@@ -100,7 +101,7 @@ def test_prediction_is_that_of_a_calculation_by_hand():
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("reading", [0.0, 0.004, 0.012])
-@pytest.mark.parametrize("lengths", [(64,) * 8, (128,) * 8, MIXED], ids=["64", "128", "mixed"])
+@pytest.mark.parametrize("lengths", [slowly((64,) * 8), slowly((128,) * 8), MIXED], ids=["64", "128", "mixed"])
 def test_choice_is_close_to_the_best_plan(lengths, reading, warm):
     """Within 5%, or 8% as long as the best plan is not worth its capture; never 2% slower than plain decoding."""
     simulation = Simulation(reading, warm)
@@ -112,8 +113,7 @@ def test_choice_is_close_to_the_best_plan(lengths, reading, warm):
     assert taken < 1.02 * plain and taken < (1.05 if warm else 1.08) * min(plain, *drafted)
 
 
-@pytest.mark.parametrize("draft_step", [0.05, 0.25, 0.44, 0.9], ids=lambda step: f"step {step}")
-@pytest.mark.parametrize("accepted", [0.2, 0.5, 0.7, 0.85, 0.97])
+@pytest.mark.parametrize(("accepted", "draft_step"), pairs([0.2, 0.5, 0.7, 0.85, 0.97], [0.05, 0.25, 0.44, 0.9]))
 def test_third_call_is_close_to_the_best_plan(accepted, draft_step):
     """Captures serve the calls that follow. Draft steps are given in passes; sizes predict that they take 0.6."""
     passes = ((0.0, 1.40e-3), (4.0, 1.42e-3), (8.0, 1.45e-3), (15.0, 1.55e-3))

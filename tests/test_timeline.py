@@ -31,7 +31,7 @@ METHODS = {
     "vanilla": {},
     "autoregressive": {},
 }
-QUICK = ("specbranch, drawn", "specbranch, leaves", "auto", "pearl", "vanilla", "autoregressive")
+QUICK = ("specbranch, leaves", "auto, drawn", "pearl", "vanilla", "autoregressive")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hf_specbranch.runtime import cuda_graph
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 
 from .graphs import EagerGraphs, run_graphs_on_cpu, tokens
-from .models import config, llama, noisy_copy
+from .models import config, llama, noisy_copy, slowly
 
 
 class NoReplay(EagerGraphs):
@@ -74,7 +74,7 @@ def python_calls(call):
     return count
 
 
-@pytest.mark.parametrize(("policy", "models"), [("autoregressive", 1), ("vanilla", 2)])
+@pytest.mark.parametrize(("policy", "models"), [slowly("autoregressive", 1), ("vanilla", 2)])
 def test_work_of_the_host_hardly_grows_with_the_layers(captured, policy, models):
     shallow, deep = (python_calls(warm_call(policy, layers)) for layers in (2, 10))
     assert deep - shallow < 8 * models * 60  # to examine the modules of a layer takes several hundred
