@@ -214,7 +214,7 @@ def test_chat_ends_with_its_input():
     assert said.exit_code == 0 and json.loads(said.stdout)["stats"]["new_tokens"] == 3
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["without a template", "with a template"])
+@pytest.mark.parametrize("template", [None, slowly(TEMPLATE)], ids=["without a template", "with a template"])
 def test_later_turns_reuse_the_cache(template):
     target, draft, tokenizer = load_demo_pair()
     tokenizer.chat_template = template

@@ -73,10 +73,18 @@ PROCESSING = {
 OF_RELEASE = ("no_repeat_ngram", "bad_words", "forced_eos", "exponential_decay", "encoder_repetition", "guidance")
 
 
+# These change scores of single tokens as others do.
+LIKE_OTHERS = ("min_length", "suppress", "suppress_at_begin", "renormalize", "forced_bos", "nearly_zero_temperature")
+
+
+def processing(name):
+    if name in OF_RELEASE:
+        return pytest.param(name, marks=pytest.mark.compat)
+    return slowly(name) if name in LIKE_OTHERS else name
+
+
 @pytest.mark.parametrize("rows", [slowly(1), 3])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.compat) if name in OF_RELEASE else name for name in PROCESSING]
-)
+@pytest.mark.parametrize("name", [processing(name) for name in PROCESSING])
 def test_processing_gives_the_tokens_of_plain_generate(name, rows, target, model, draft):
     expected, got = both(target, model, draft, prompt(rows), **PROCESSING[name])
     assert torch.equal(got, expected)
@@ -222,7 +230,10 @@ class Listener(TextStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
+@pytest.mark.parametrize(
+    ("policy", "rows"),
+    [*pairs(["vanilla", "specbranch"], [1, 3]), *(slowly(each, 3) for each in ("autoregressive", "pearl"))],
+)
 def test_a_streamer_hears_every_token_once_and_in_order(policy, rows, target, model, draft):
     plain, ours = Listener(), Listener()
     kwargs = {**prompt(rows), "max_new_tokens": 30, "do_sample": False}

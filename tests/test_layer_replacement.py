@@ -25,7 +25,7 @@ from hf_specbranch.layers.storage import joined
 
 from .families import FAMILIES, make
 from .kernels import DEVICE, logits_over_branches
-from .models import llama
+from .models import llama, pairs
 
 LLAMA_LIKE = [
     "llama", "llama-eager", "mistral-sliding", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3",
@@ -209,8 +209,10 @@ def multiplied(module, factor):
     module.__class__ = Multiplied
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "glm4", "cohere2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    pairs(["llama", "qwen3", "gemma2", "phi3", "olmo2", "glm4", "cohere2"], [torch.float32, torch.bfloat16]),
+)
 def test_layers_with_zero_output_are_replaced(family, dtype):
     model = with_zero_output(make(family).to(dtype))
     drawn = torch.get_rng_state()

@@ -165,7 +165,9 @@ def test_no_prefix_of_another_adapter_is_reused(graph_runners):
     assert pair.reused(ids) == 0
 
 
-@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}, slowly({"use_rslora": True})], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"use_dora": True}, *map(slowly, ({"lora_bias": True}, {"use_rslora": True}))], ids=str
+)
 def test_forms_of_lora(target, draft, graph_runners, changes):
     pair = Pair(adapted(target, lora(1, **changes)), draft, **SHORT)
     assert pair.captures(tokens(9)) and pair.captures(tokens(9, seed=1)) == 0

@@ -22,7 +22,7 @@ from hf_specbranch.heads import model as model_module
 from .heads import random_head
 from .hub_server import LoopbackHub
 from .malformed_heads import MALFORMED, PUBLISHED, malformed, read_head, write_head
-from .models import VOCABULARY, attached, llama, prompt
+from .models import VOCABULARY, attached, llama, prompt, slowly
 from .tokens import letter_tokenizer
 
 FITS = "org/fits"
@@ -113,7 +113,7 @@ def fetched(hub, repo_id):
     return {path.rsplit("/")[-1] for method, path in hub.requests if method == "GET" and path.startswith(f"/{repo_id}")}
 
 
-@pytest.mark.parametrize("name", ["the weights are giant", "gamma is giant", "the config is giant"])
+@pytest.mark.parametrize("name", ["the weights are giant", *map(slowly, ("gamma is giant", "the config is giant"))])
 def test_what_is_too_large_is_not_downloaded(name, hub, fits, named_pair, tmp_path, caplog):
     hub.add("org/giant", malformed(name, tmp_path / "fits", tmp_path / "giant")[0], downloads=9)
     assert "skipping org/giant" in said_by_auto(caplog, *named_pair)[0]

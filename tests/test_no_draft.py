@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, StaticCache
 
 from hf_specbranch import specbranch
 
-from .models import attached, llama, prompt
+from .models import attached, llama, prompt, slowly
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 
@@ -67,7 +67,7 @@ SILENT = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("name", [slowly(name) if name in ("beam sampling", "no cache") else name for name in SILENT])
 def test_other_calls_are_plain_generate_without_a_word(name, target, model, caplog):
     asked = {**GREEDY, **SILENT[name]}
     with caplog.at_level(logging.WARNING, logger="hf_specbranch"):

@@ -11,7 +11,7 @@ from transformers.pipelines import check_task
 import hf_specbranch
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 
-from .models import VOCABULARY, llama
+from .models import VOCABULARY, llama, slowly
 
 pytestmark = pytest.mark.compat
 FOLDER = Path(hf_specbranch.__file__).parent / "demo_pair"
@@ -69,7 +69,7 @@ def test_default_length_is_not_taken_for_the_users(pipe):
 
 @pytest.mark.parametrize(
     "given",
-    [PROMPTS[0], PROMPTS[:2], CHAT, [CHAT, [{"role": "user", "content": "class Stack:"}]]],
+    [slowly(PROMPTS[0]), PROMPTS[:2], CHAT, slowly([CHAT, [{"role": "user", "content": "class Stack:"}]])],
     ids=["a string", "a list", "a chat", "several chats"],
 )
 def test_greedy_text_is_that_of_a_plain_pipeline(given, pipe, plain):

@@ -114,7 +114,7 @@ def test_every_policy_continues_after_captured_prefill(policy, read, pair):
     assert torch.equal(out, target.generate(**kwargs)) and read == [70]
 
 
-@pytest.mark.parametrize("length", [3, 100])
+@pytest.mark.parametrize("length", [slowly(3), 100])
 def test_keys_and_values_equal_ordinary_prefill(length, read, pair):
     target, draft = pair
     kwargs = run(tokens(length, rows=2), return_dict_in_generate=True, min_new_tokens=12)
@@ -280,7 +280,11 @@ def stretched(target, ids):
 SPECIAL = (embedded, embedded_with_tokens, padded, hidden_in_part, shifted, stretched)
 
 
-@pytest.mark.parametrize("special", SPECIAL, ids=lambda special: special.__name__)
+@pytest.mark.parametrize(
+    "special",
+    [slowly(each) if each in (embedded_with_tokens, hidden_in_part, stretched) else each for each in SPECIAL],
+    ids=lambda special: special.__name__,
+)
 def test_special_prompts_take_the_ordinary_path(special, read, pair):
     target, draft = pair
     ids = tokens(70)

@@ -183,8 +183,11 @@ BETWEEN = {  # and whether the text before is still there afterwards
 @pytest.mark.parametrize(
     "between",
     [
-        *(another_prompt, cache_given, holes_in_the_mask, other_rows, other_layers),
-        *map(slowly, (short_prompt, scores_returned, left_padding, embedded_prompt, other_runtime)),
+        *(cache_given, holes_in_the_mask, other_layers),
+        *map(
+            slowly,
+            (another_prompt, other_rows, short_prompt, scores_returned, left_padding, embedded_prompt, other_runtime),
+        ),
     ],
     ids=lambda between: between.__name__,
 )

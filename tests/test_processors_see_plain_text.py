@@ -56,6 +56,7 @@ def run(model, inputs, with_criterion=False, **kwargs):
     return out, log
 
 
+@pytest.mark.parametrize("seed", [0, *map(slowly, (1, 2))])
 @pytest.mark.compat
 @pytest.mark.parametrize("rows", [slowly(1), slowly(2), 4])
 @pytest.mark.parametrize(
@@ -65,13 +66,12 @@ def run(model, inputs, with_criterion=False, **kwargs):
         *(slowly(policy, each) for policy in ("autoregressive", "pearl") for each in (False, True)),
     ],
 )
-def test_calls_are_those_of_plain_generate(with_criterion, policy, rows, target, model, draft):
-    for seed in range(3):
-        inputs = prompt(rows, seed=seed)
-        expected, plain = run(target, inputs, with_criterion)
-        got, ours = run(model, inputs, with_criterion, assistant_model=draft, specbranch=config(policy))
-        assert torch.equal(got, expected)
-        assert_same_calls(ours, plain)
+def test_calls_are_those_of_plain_generate(seed, with_criterion, policy, rows, target, model, draft):
+    inputs = prompt(rows, seed=seed)
+    expected, plain = run(target, inputs, with_criterion)
+    got, ours = run(model, inputs, with_criterion, assistant_model=draft, specbranch=config(policy))
+    assert torch.equal(got, expected)
+    assert_same_calls(ours, plain)
 
 
 @pytest.mark.parametrize("rows", [slowly(1), 3])
@@ -87,20 +87,20 @@ def test_criteria_are_shown_the_scores_of_finished_rows(rows, target, model, dra
             torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("seed", [0, *map(slowly, (1, 2))])
 @pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
-def test_sampling_shows_each_prefix_of_its_text_once(policy, rows, target, model, draft):
-    for seed in range(3):
-        inputs = prompt(rows, seed=seed)
-        torch.manual_seed(seed)
-        settings = {"do_sample": True, "top_k": 0, "temperature": 1.5}
-        got, ours = run(model, inputs, assistant_model=draft, specbranch=config(policy), **settings)
-        assert len(ours) == got.shape[1] - 7
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(got[:, 7:])], dim=1)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = target(input_ids=got, attention_mask=mask, position_ids=positions).logits
-        for length, (_, text, scores) in enumerate(ours, start=7):
-            assert torch.equal(text, got[:, :length])
-            torch.testing.assert_close(scores, logits[:, length - 1], atol=1e-3, rtol=1e-3)
+def test_sampling_shows_each_prefix_of_its_text_once(seed, policy, rows, target, model, draft):
+    inputs = prompt(rows, seed=seed)
+    torch.manual_seed(seed)
+    settings = {"do_sample": True, "top_k": 0, "temperature": 1.5}
+    got, ours = run(model, inputs, assistant_model=draft, specbranch=config(policy), **settings)
+    assert len(ours) == got.shape[1] - 7
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(got[:, 7:])], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = target(input_ids=got, attention_mask=mask, position_ids=positions).logits
+    for length, (_, text, scores) in enumerate(ours, start=7):
+        assert torch.equal(text, got[:, :length])
+        torch.testing.assert_close(scores, logits[:, length - 1], atol=1e-3, rtol=1e-3)
 
 
 class Grammar(LogitsProcessor):

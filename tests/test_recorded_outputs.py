@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 from .families import make
-from .models import EOS, PAD, POLICIES, attached, config, llama, noisy_copy, pairs, prompt, slowly
+from .models import EOS, PAD, attached, config, llama, noisy_copy, pairs, prompt, slowly
 from .test_generate_features import window_model
 
 ASKED = {
@@ -53,7 +53,10 @@ def compare(target, rows, policy="specbranch", seeds=2, prepare=lambda kwargs: k
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("policy", "rows"), pairs(POLICIES, [1, 3]))
+@pytest.mark.parametrize(
+    ("policy", "rows"),
+    [*pairs(["vanilla", "specbranch"], [1, 3]), *(slowly(each, 3) for each in ("autoregressive", "pearl"))],
+)
 def test_rows_go_on_with_padding_after_their_end(rows, policy):
     compare(llama(seed=0, attn_implementation="eager"), rows, policy, eos_token_id=ENDS, repetition_penalty=1.2)
 

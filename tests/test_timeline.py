@@ -31,7 +31,7 @@ METHODS = {
     "vanilla": {},
     "autoregressive": {},
 }
-QUICK = ("specbranch, leaves", "auto, drawn", "pearl", "vanilla", "autoregressive")
+QUICK = ("specbranch, leaves", "auto, drawn", "pearl", "autoregressive")
 
 
 @pytest.fixture(scope="module")
