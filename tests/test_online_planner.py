@@ -91,9 +91,9 @@ def alternate_plans(monkeypatch):
 def test_text_does_not_depend_on_plans(random_plans, request, target, rows, which):
     small = request.getfixturevalue(which)
     inputs = prompt(rows)
-    expected = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    expected = target.generate(**inputs, max_new_tokens=40, do_sample=False)
     model = attached(target)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=small), expected)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=small), expected)
     stats = model.specbranch_stats
     assert len({segment["plan"] for segment in stats.plans}) > 3
     assert_counts_add_up(stats)
@@ -101,7 +101,7 @@ def test_text_does_not_depend_on_plans(random_plans, request, target, rows, whic
 
 @pytest.mark.parametrize("rows", [slowly(1), 3])
 def test_static_stages_follow_changing_plans(kept_buffers, random_plans, target, draft, rows):
-    run = {**prompt(rows), "max_new_tokens": 60, "do_sample": False}
+    run = {**prompt(rows), "max_new_tokens": 40, "do_sample": False}
     model = attached(target)
     assert torch.equal(model.generate(**run, assistant_model=draft), target.generate(**run))
     stats = model.specbranch_stats

@@ -44,7 +44,7 @@ def recorded(pair, way):
     settings = {"policy": way.split(",")[0], **METHODS[way]}
     sampling = {"do_sample": settings.pop("do_sample", False)}
     torch.manual_seed(0)
-    return record(*pair, PROMPT, specbranch=SpecBranchConfig(**settings), max_new_tokens=48, **sampling)
+    return record(*pair, PROMPT, specbranch=SpecBranchConfig(**settings), max_new_tokens=32, **sampling)
 
 
 @pytest.fixture(scope="module", params=[way if way in QUICK else slowly(way) for way in METHODS])
@@ -92,7 +92,7 @@ def test_blocks_hold_every_pass_and_every_drafted_token_once(recording):
 def test_looking_on_changes_nothing(pair):
     model, tokenizer = pair
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    out = model.generate(**inputs, max_new_tokens=48, do_sample=False)
+    out = model.generate(**inputs, max_new_tokens=32, do_sample=False)
     seen = [token.token for token in recorded(pair, "specbranch").committed]
     assert seen == out[0, inputs["input_ids"].shape[1] :].tolist()
 
