@@ -72,6 +72,27 @@ def test_greedy_answers_are_those_of_generate_alone(policy, target, draft):
         answers.compare(some_prompts(9))
 
 
+def test_first_token_comes_from_the_pass_that_reads_the_prompt(target, draft):
+    """Before any draft; and an answer of one token takes no round."""
+    answers, seen = Answers(target, draft), []
+    ended = threading.Semaphore(0)
+
+    def grown(answer):
+        seen.append((len(answer.tokens), answer.stats.target_forwards, answer.stats.draft_forwards))
+        if answer.finished:
+            ended.release()
+
+    prompt = some_prompts(1, longest=40)[0][0]
+    with answers.engine as engine:
+        for count in (12, 1):
+            seen.clear()
+            engine.submit(Completion(prompt, CompletionSettings(count), None, grown))
+            assert ended.acquire(timeout=60)
+            assert seen[0] == (1, 1, 0) and [length for length, *_ in seen] == sorted({each[0] for each in seen})
+            assert seen[-1][0] == count
+        assert engine.stats.new_tokens == 13
+
+
 def test_answers_move_between_batches_of_other_sizes(target, draft, monkeypatch):
     monkeypatch.setattr("hf_specbranch.serving.scheduler.PATIENCE", 2)
     answers = Answers(target, draft, rows=6, policy="specbranch")

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/first_token_on_ray.py --requests 100 --threads 1
 
-Three times are taken in turns, each from the request to its first token: that of `generate()` in this process, that of
-an empty deployment of Ray Serve, which sends one event, and that of the server. What the server takes longer than the
-other two together is its own. Needs `hf_specbranch[ray]` and httpx.
+Four times are taken in turns, each from the request to its first token: that of `generate()` in this process, that of
+an empty deployment of Ray Serve, which sends one event, that of one which asks another one for the event, as the
+server's gateway asks a replica, and that of the server. Needs `hf_specbranch[ray]` and httpx.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from lab import finish, inputs_of, load, overrides, parser_for  # noqa: E402
 
 NEW_TOKENS = 8
+EVENT = 'data: {"choices": []}\n\n'
 
 
 class FirstToken:
@@ -55,9 +56,30 @@ class Empty:
         await request.json()
 
         async def event() -> AsyncIterator[str]:
-            yield 'data: {"choices": []}\n\n'
+            yield EVENT
 
         return StreamingResponse(event(), media_type="text/event-stream")
+
+
+class Source:
+    """A deployment that has the event."""
+
+    async def events(self, body: Any) -> AsyncIterator[str]:
+        yield EVENT
+
+
+class Asking:
+    """A deployment that asks another one.
+
+    Args:
+        source: the handle of the other one.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source.options(stream=True)
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        return StreamingResponse(self.source.events.remote(await request.json()), media_type="text/event-stream")
 
 
 def of_generate(model: Any, inputs: dict[str, torch.Tensor]) -> float:
@@ -98,14 +120,15 @@ def main(argv: list[str] | None = None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(num_cpus=4, log_to_driver=False, include_dashboard=False)
+    ray.init(num_cpus=8, log_to_driver=False, include_dashboard=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         gpus = int(args.device.startswith("cuda"))
         app = application(functools.partial(open_model, args), settings, "pair", [], Limits(), gpus=gpus)
         serve.run(app, name=APP, route_prefix="/")
         serve.run(serve.deployment(Empty).bind(), name="empty", route_prefix="/empty")
-        found: dict[str, list[float]] = {"generate": [], "empty": [], "server": []}
+        serve.run(serve.deployment(Asking).bind(serve.deployment(Source).bind()), name="asking", route_prefix="/asking")
+        found: dict[str, list[float]] = {"generate": [], "empty": [], "asking": [], "server": []}
         with httpx.Client(timeout=120, base_url=f"http://127.0.0.1:{port}") as client:
             for turn in range(-10, args.requests):  # the first ones are a warm-up
                 given = inputs[turn % len(inputs)]
@@ -113,6 +136,7 @@ def main(argv: list[str] | None = None) -> None:
                 taken = {
                     "generate": of_generate(model, given),
                     "empty": of_request(client, "/empty", prompt),
+                    "asking": of_request(client, "/asking", prompt),
                     "server": of_request(client, "/v1/completions", prompt),
                 }
                 for name, seconds in taken.items() if turn >= 0 else ():
@@ -121,12 +145,16 @@ def main(argv: list[str] | None = None) -> None:
         serve.shutdown()
         ray.shutdown()
     middle = {name: median(each) for name, each in found.items()}
-    over = middle["server"] - middle["generate"] - middle["empty"]
+    over, of_hop = middle["server"] - middle["generate"] - middle["empty"], middle["asking"] - middle["empty"]
     lines = [
         f"{name}: first token after {middle[name]:.1f} ms (quartiles {low:.1f} and {high:.1f})"
         for name, (low, _, high) in ((name, quantiles(each)) for name, each in found.items())
     ]
-    finish(args, {"median_ms": middle, "over_ms": over}, [*lines, f"the server takes {over:.1f} ms more than both"])
+    lines.append(
+        f"the server takes {over:.1f} ms more than generate() and an empty deployment; to ask another deployment takes "
+        f"{of_hop:.1f} ms"
+    )
+    finish(args, {"median_ms": middle, "over_ms": over, "hop_ms": of_hop}, lines)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ..decoding.call import Call, Request
 from ..decoding.hooks import SpeculationHook
 from ..decoding.model_inputs import reread_of
 from ..decoding.policies import POLICIES
+from ..decoding.scoring import ExactScorer, Prefixes
 from ..decoding.text import Stopper
 from ..heads.model import resolve_head
 from ..mixin import SpecBranchMixin
@@ -27,7 +28,7 @@ from ..runtime.recurrent_cache import is_recurrent
 from ..target_heads.base import TargetHead
 from ..vocabularies import translation_for
 from .completion import Completion
-from .row_sampling import GREEDY_ROWS, RowSampling
+from .row_sampling import GREEDY_ROWS, RowSampling, Sampling
 
 # Settings in a model's generation config that change scores, and that a running batch has no per-row form of.
 UNSUPPORTED = (
@@ -91,11 +92,6 @@ class BatchSettings:
     def call(self, rows: int, sampling: RowSampling) -> BatchCall:
         """Return the call of a batch with so many rows, all of them free."""
         model, ids = self.model, torch.zeros((rows, 1), dtype=torch.long, device=self.model.device)
-        processors: list[Any] = []
-        if self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if sampling.kind != GREEDY_ROWS:
-            processors.append(sampling)
         return BatchCall(
             model=model,
             draft=self.draft,
@@ -103,7 +99,7 @@ class BatchSettings:
             hooks=self.hooks,
             generator=None,
             input_ids=ids,
-            processors=processors,
+            processors=self.processors(sampling),
             criteria=(),
             generation_config=GenerationConfig(max_length=self.max_length, do_sample=False),
             streamer=None,
@@ -113,6 +109,25 @@ class BatchSettings:
             ended=(True,) * rows,
             row_stopper=RowStopper(rows, self.max_length),
         )
+
+    def processors(self, sampling: RowSampling) -> list[Any]:
+        """Return what changes the scores of rows with these settings."""
+        penalty, found = self.repetition_penalty, list[Any]()
+        if penalty != 1.0:
+            found.append(RepetitionPenaltyLogitsProcessor(penalty))
+        return found if sampling.kind == GREEDY_ROWS else [*found, sampling]
+
+    def first_token(self, prompt: list[int], sampling: Sampling, logits: Tensor) -> int:
+        """Return the token that follows a prompt, by the logits [1, 1, V] after it."""
+        row = RowSampling(1, sampling.kind)
+        row.set_row(0, sampling)
+
+        def prefixes() -> Prefixes:
+            ids = torch.tensor([[prompt]], device=logits.device)
+            return Prefixes(ids, torch.tensor([[len(prompt)]], device=logits.device))
+
+        scores = ExactScorer(self.processors(row), logits.device)(logits.float(), prefixes)
+        return int(scores.argmax(-1))  # the host waits for the prompt to be read
 
 
 def batch_settings(

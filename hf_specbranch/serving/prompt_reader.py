@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import SpecBranchConfig
@@ -29,30 +30,34 @@ def reader_runner(
 
 
 class PromptReader:
-    """Reads one prompt after another, all but the last token of each.
+    """Reads one prompt after another.
 
     Args:
         runner: a runner of one row.
+
+    Attributes:
+        logits: [1, 1, V] after the last token of the prompt, once it is read.
     """
 
     def __init__(self, runner: EagerRunner) -> None:
         self.runner = runner
         self.tokens: list[int] = []  # of the prompt
         self.cached = 0  # of these, how many have their keys and values in the cache
+        self.logits: Tensor | None = None
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Take up another prompt."""
-        self.cached = min(self.cached, Remembered(self.tokens).common_prefix(tokens))
-        self.tokens = list(tokens)
+        """Take up another prompt of at least one token; the last one is always read."""
+        self.cached = min(self.cached, Remembered(self.tokens).common_prefix(tokens), len(tokens) - 1)
+        self.tokens, self.logits = list(tokens), None
 
     @property
     def is_done(self) -> bool:
-        return self.cached >= len(self.tokens) - 1
+        return self.cached >= len(self.tokens)
 
     def read(self) -> int:
         """Read the next tokens in one pass; return how many."""
         start, runner = self.cached, self.runner
-        end = min(start + PASS, len(self.tokens) - 1)
+        end = min(start + PASS, len(self.tokens))
         if end <= start:
             return 0
         tokens = torch.tensor([self.tokens[:end]], device=runner.device).clamp(max=runner.vocabulary - 1)
@@ -63,12 +68,14 @@ class PromptReader:
         runner.reserve(1, end)
         runner.slot_positions[:, :end] = positions
         if runner.captures and can_prefill(runner, tokens[:, start:], padded=False):
-            prefill(runner, tokens, positions, first, start)
+            logits = prefill(runner, tokens, positions, first, start)
         else:
             columns = torch.arange(start, end, device=runner.device)[None]
             seen = torch.ones((1, end), dtype=torch.bool, device=runner.device)
             visible = runner.visible(make_spans(first, columns + 1), end, seen)
             further = runner.last_logits_only
-            runner.forward_uncaptured(tokens[:, start:], positions[:, start:], columns, visible, **further)
-        self.cached = end
+            logits = runner.forward_uncaptured(
+                tokens[:, start:], positions[:, start:], columns, visible, **further
+            ).logits
+        self.cached, self.logits = end, logits[:, -1:]
         return end - start

@@ -127,6 +127,7 @@ class RayBackend:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.replicas: Any = None  # a handle finds out where replicas are, so it is made once
 
     async def models(self) -> list[str]:
         return [self.name]
@@ -166,7 +167,9 @@ class RayBackend:
             await asyncio.sleep(0.1 * attempt)
 
     async def _ask(self, endpoint: Endpoint, body: Any) -> Any:
-        response = serve.get_deployment_handle(MODEL, APP).options(stream=True).events.remote(endpoint, body)
+        if self.replicas is None:
+            self.replicas = serve.get_deployment_handle(MODEL, APP).options(stream=True)
+        response = self.replicas.events.remote(endpoint, body)
         try:
             async for event in response:
                 yield event

@@ -205,10 +205,17 @@ class LogprobRecorder(Recorder):
         for row, completion in enumerate(self.completions):
             if completion is None or completion.settings.logprobs is None or not len(queries[row]):
                 continue
-            logprobs: Any = step.logits[row, : len(queries[row])].float().log_softmax(-1)  # [n, V]
-            tokens = completion.tokens[len(completion.logprobs) :]
-            own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-            best = logprobs.topk(max(1, completion.settings.logprobs), dim=-1)
-            for token, value, ids, values in zip(tokens, own, best.indices.tolist(), best.values.tolist()):
-                top = list(zip(ids, values))[: completion.settings.logprobs]
-                completion.logprobs.append(TokenLogprobs(token, value, top))
+            add_logprobs(completion, step.logits[row, : len(queries[row])])
+
+
+def add_logprobs(completion: Completion, logits: Tensor) -> None:
+    """Give an answer the log-probabilities of its last tokens, by the logits [n, V] at their positions."""
+    if completion.settings.logprobs is None:
+        return
+    logprobs: Any = logits.float().log_softmax(-1)
+    tokens = completion.tokens[len(completion.logprobs) :]
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(max(1, completion.settings.logprobs), dim=-1)
+    for token, value, ids, values in zip(tokens, own, best.indices.tolist(), best.values.tolist()):
+        top = list(zip(ids, values))[: completion.settings.logprobs]
+        completion.logprobs.append(TokenLogprobs(token, value, top))

@@ -19,7 +19,7 @@ from .batch_call import BatchSettings
 from .completion import Completion
 from .prompt_reader import PASS, PromptReader, reader_runner
 from .row_sampling import CUT_ROWS
-from .running_batch import RunningBatch
+from .running_batch import RunningBatch, add_logprobs
 
 PATIENCE = 64  # rounds in a row that a smaller batch must suffice for, before the answers move to one
 GROWTH = {True: 4, False: 2}  # each size over the next smaller one, by whether stages are captured for each
@@ -44,17 +44,6 @@ class Readers(NamedTuple):
 
     target: PromptReader
     draft: PromptReader | None  # None: no model drafts
-
-    def begin(self, tokens: list[int]) -> None:
-        for reader in filter(None, self):
-            reader.begin(tokens)
-
-    def read(self, drafts: bool) -> int:
-        """Let the target read in one pass; return how many tokens. A draft that is used reads all of them after it."""
-        read = self.target.read()
-        while drafts and self.target.is_done and self.draft is not None and self.draft.read():
-            pass
-        return read
 
 
 class Scheduler:
@@ -121,15 +110,28 @@ class Scheduler:
                 self.reading = self.queue.pop()
                 if self.reading is None:
                     return
-                self.readers.begin(self.reading.prompt)
-            read += self.readers.read(batch.drafts)
+                self.readers.target.begin(self.reading.prompt)
+            read += self.readers.target.read()
             if self.readers.target.is_done:
-                reader = self.readers.draft if batch.drafts else None
-                draft = None if reader is None else (reader.runner, 0)
-                batch.place(row, self.reading, (self.readers.target.runner, 0), draft)
+                self._add_first_token(self.reading)
+                if not self.reading.finished:
+                    draft = self._read_by_draft(self.reading) if batch.drafts else None
+                    batch.place(row, self.reading, (self.readers.target.runner, 0), draft)
                 self.reading = None
             if read >= PASS and batch.active:
                 return
+
+    def _add_first_token(self, completion: Completion) -> None:
+        """Give an answer the token that follows its prompt, before the draft reads anything."""
+        logits, settings = self.readers.target.logits, completion.settings
+        assert logits is not None
+        token = self.settings.first_token(completion.prompt, settings.sampling, logits)
+        completion.add(token, is_last=len(completion.prompt) + 1 >= self.settings.max_length)
+        add_logprobs(completion, logits[0])
+        for stats in (completion.stats, self.stats):
+            stats.new_tokens += 1
+            stats.target_forwards += 1
+        completion.update()
 
     # ---- the batch
 
@@ -159,8 +161,6 @@ class Scheduler:
                     assert free is not None
                     draft = self._read_by_draft(completion) if new.drafts else None
                     new.place(free, completion, (old.runner, row), draft)
-            if self.reading is not None and self.readers.draft is not None:
-                self.readers.draft.begin(self.reading.prompt)
             self._close_batch()
             self.batch, self.batch_exit, self.calm = new, stack.pop_all(), 0
 
@@ -170,11 +170,11 @@ class Scheduler:
             self.batch_exit.close()
 
     def _read_by_draft(self, completion: Completion) -> tuple[EagerRunner, int] | None:
-        """Let the draft read all of an answer so far; return where its keys and values are."""
+        """Let the draft read all of an answer so far but the last token; return where its keys and values are."""
         reader = self.readers.draft
         if reader is None:
             return None
-        reader.begin([*completion.prompt, *completion.tokens])
+        reader.begin([*completion.prompt, *completion.tokens[:-1]])
         while not reader.is_done:
             reader.read()
         return reader.runner, 0
