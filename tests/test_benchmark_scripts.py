@@ -1,6 +1,6 @@
 """The scripts in examples/benchmarks measure what they say, and each of them runs."""
 
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -215,9 +215,21 @@ def test_scaling_predicts_less_gain_for_more_users(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs pip install 'hf_specbranch[ray]'")
+def test_first_token_is_timed_on_ray(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "first_token_on_ray.py"), "--requests", "4", "--threads", "1"]
+    file = tmp_path / "result.json"
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=400)
+    found = json.loads(file.read_text())
+    assert found["median_ms"]["server"] > found["median_ms"]["empty"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_script_has_help(path):
     if path.stem == "lab":
         pytest.skip("a module of the scripts")
+    if path.stem == "first_token_on_ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'hf_specbranch[ray]'")
     done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and f"python examples/benchmarks/{path.name}" in done.stdout
