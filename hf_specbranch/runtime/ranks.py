@@ -13,6 +13,7 @@ raises it writes down the cause, closes its connections, and ends with its error
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -119,9 +120,9 @@ class Ranks:
                 result = decide()
             except Exception as found:
                 error = found
-        result, error = self.agree((result, error))
-        if error is not None:
-            raise error
+        result, said = self.agree((result, None if error is None else sendable(error)))
+        if said is not None:
+            raise error or said
         return result  # type: ignore[no-any-return]
 
     def all_agree(self, value: bool) -> bool:
@@ -262,6 +263,20 @@ class Ranks:
             f"rank {self.rank} of {self.size} has lost contact with the tensor parallel group: {self.broken}; start "
             f"all processes again{details}"
         )
+
+
+def sendable(error: Exception) -> Exception:
+    """Return an error that another process can be sent: the same, or its message if it cannot be unpickled.
+
+    Example:
+        >>> sendable(KeyError("a name")), sendable(ValueError(lambda: None)).__class__
+        (KeyError('a name'), <class 'RuntimeError'>)
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever an error of others does there
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _close(group: dist.ProcessGroup) -> None:
