@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,6 +57,7 @@ class LoopbackHub:
 
     def __init__(self):
         self.repositories, self.token, self.cut_after, self.requests = {}, "secret", None, []
+        self.connections = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
@@ -74,12 +76,19 @@ class LoopbackHub:
         finally:
             self.server.shutdown()
             self.server.server_close()
+            for connection in self.connections:  # clients keep them open, and a thread waits for each
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
 def _handler(hub):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            super().setup()
+            hub.connections.append(self.connection)
 
         def log_message(self, *_):
             pass

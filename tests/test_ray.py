@@ -123,6 +123,23 @@ def test_no_request_is_lost(kill, server, alone):
     wait_for_replicas(where)
 
 
+def test_stop_strings_seeds_and_several_answers(server, alone):
+    """Whichever replica answers: each has its own batch, and a seed gives the same text in any of them."""
+    client, prompt = openai.OpenAI(base_url=server[0], api_key="key", max_retries=0), PROMPTS[3]
+    stop = alone[prompt][10:12]
+    settings = {"model": "tiny", "prompt": prompt, "max_tokens": 100}
+    answer = client.completions.create(**settings, temperature=0, stop=[stop]).choices[0]
+    assert answer.text == alone[prompt][: alone[prompt].index(stop)] and answer.finish_reason == "stop"
+    sampled = {**settings, "max_tokens": 20, "temperature": 1.0}
+    several = [each.text for each in client.completions.create(**sampled, n=3, seed=5).choices]
+    assert len(set(several)) == 3
+    for _ in range(6):
+        assert [each.text for each in client.completions.create(**sampled, n=3, seed=5).choices] == several
+    assert client.completions.create(**sampled, seed=6).choices[0].text == several[1]
+    chunks = list(client.completions.create(**sampled, seed=5, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == several[0]
+
+
 def test_errors_and_metrics_come_through(server):
     url, _ = server
     client = openai.OpenAI(base_url=url, api_key="key", max_retries=0)
