@@ -156,6 +156,16 @@ def test_gpu_with_a_part_that_runs_on_the_cpu(part, target, draft):
 
 
 @pytest.mark.gpu
+def test_gpu_with_a_draft_that_is_split_runs_it_eagerly(target, draft):
+    draft = copy.deepcopy(draft).to("cuda:0")
+    for name in PARTS:
+        place(draft.get_submodule(name), "cpu" if name == "model.layers.1" else "cuda:0")
+    model = copy.deepcopy(target).to("cuda:0")
+    check(model, draft, device="cuda:0")
+    assert "its layers are on several devices" in model.specbranch_stats.slowed_by
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(target, draft):
     model = split(target, ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cuda:0", "cuda:1"])

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .pieces import go_home, to_device
+from .pieces import to_device
 from .virtual_memory import VirtualTensor, grow, is_available
 
 BUCKET = 256  # capacity grows in multiples of this many slots
@@ -264,17 +264,11 @@ class SlotCache(Cache):
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy entries from `source` slots to `destination` slots, both [B, N]. All are read before any is written."""
-        here, layers = source.device, [layer for _, layer in self.slot_layers()]
-        elsewhere = [layer for layer in layers if layer.keys.device != here]
-        for layer in [layer for layer in layers if layer.keys.device == here] + elsewhere:
-            device, origin, target = layer.keys.device, source, destination
-            if device != here:
-                origin, target = to_device(source, device), to_device(destination, device)
-            rows = torch.arange(source.shape[0], device=device)[:, None]
+        for _, layer in self.slot_layers():
+            rows = torch.arange(source.shape[0], device=layer.keys.device)[:, None]
+            origin, target = source.to(layer.keys.device), destination.to(layer.keys.device)
             layer.keys[rows, :, target] = layer.keys[rows, :, origin]
             layer.values[rows, :, target] = layer.values[rows, :, origin]
-        if elsewhere:
-            go_home()
 
     def load(self, past: Cache) -> None:
         """Copy the entries of another cache, entry `i` into slot `i`.

@@ -201,12 +201,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def go_home() -> None:
-    """Let a stage that is captured go on on the device on which it began."""
-    if isinstance(recorder := _active.get(), Recorder):
-        recorder.go_on(recorder.home)
-
-
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 

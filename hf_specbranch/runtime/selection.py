@@ -75,7 +75,7 @@ def runner_for(
     if reason and model.device.type == "cuda":
         _warn_once(model, role, reason)
     if runtime != "eager" and not reason:
-        reason = capture_trial.why_it_syncs(model, masks)
+        reason = _why_not_as(role, model) or capture_trial.why_it_syncs(model, masks)
     if runtime == "eager" or reason:
         eager = EagerRunner(model, masks)
         eager.why_eager = reason if model.device.type == "cuda" else ""
@@ -171,6 +171,15 @@ def why_not_captured(model: PreTrainedModel) -> str:
     if any(map(_has_foreign_hooks, touched)):
         return "it has forward hooks, which a replay would not call"
     return ""
+
+
+def _why_not_as(role: str, model: PreTrainedModel) -> str:
+    """Return why a model that can be captured is not, as target or as draft (`role`); empty if it is.
+
+    When a side branch survives, its entries in the KV caches of all layers move, in one stage of one device.
+    """
+    spread = {weight.device for weight in held_parameters(every_module(model)) if not weight.is_meta}
+    return "its layers are on several devices" if role == "draft" and len(spread) > 1 else ""
 
 
 def _has_accelerate_hooks(modules: list[torch.nn.Module]) -> bool:
