@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_specbranch.runtime.pieces import Recorder, rehearsal
+from hf_specbranch.runtime.pieces import Recorder, warm_up_run
 
 FORBIDDEN = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}  # they wait for the device
 
@@ -72,9 +72,9 @@ class CpuGraphs:
         self.captures += 1
 
     def run_and_record(self, stage, generators=()):
-        with rehearsal() as rehearsed:
+        with warm_up_run() as first:
             stage()
-        with Recorder(self.device, lambda: CpuGraph().capture_begin(), nullcontext, rehearsed.outputs) as recorder:
+        with Recorder(self.device, lambda: CpuGraph().capture_begin(), nullcontext, first.outputs) as recorder:
             stage()
         self.graphs.append(recorder.parts)
         return recorder.parts

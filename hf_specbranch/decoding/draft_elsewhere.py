@@ -31,6 +31,7 @@ class DraftElsewhere:
         self.same_every_round, self.keeps_drafts = source.same_every_round, source.keeps_drafts
         self.copies: dict[tuple[str, torch.Size, bool], Tensor] = {}
         self.counts: Tensor | None = None  # [B, 6] what is drafted, here
+        self.is_there = True  # what was proposed last is on the other device; looked-up tokens are not
 
     def prefill(self, length: int) -> None:
         self.source.prefill(length)
@@ -43,6 +44,7 @@ class DraftElsewhere:
         features = None if feedback.features is None else self._copy("features", feedback.features, to_draft=True)
         drafted = self.source.propose(feedback._replace(result=result, features=features), reached)
         leaves, self.name = drafted.leaves, self.source.name
+        self.is_there = drafted.tokens.device == self.there.device
         if leaves is not None:
             leaves = TreeLeaves(self._copy("leaves", leaves.tokens), self._copy("leaves.at", leaves.at))
         q = None if drafted.q is None else self._copy("q", drafted.q)
@@ -61,7 +63,9 @@ class DraftElsewhere:
         return self.counts
 
     def _drafted(self) -> Tensor:
-        """Count in a stage of the draft's device."""
+        """Count, on the draft's device in a stage."""
+        if not self.is_there:
+            return self.source.drafted()
         name = f"drafted by {self.source.name}"
         self.there.run(name, lambda: self._keep_counts(name))
         return self.there.recall(name)

@@ -19,7 +19,7 @@ from ..model_state import adapter_state, agreed, state_of
 from .base import Step
 from .eager import EagerRunner, MaskMaker
 from .kept_checks import load_check, save_check
-from .pieces import in_pieces, is_outside, pieces_of, rehearsal
+from .pieces import in_pieces, is_outside, pieces_of, warm_up_run
 from .static_buffers import GraphMemory
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _why_it_syncs(forward: Callable[[], object]) -> str:
         warnings.showwarning = show
         try:
             torch.cuda.set_sync_debug_mode("warn")
-            with rehearsal():
+            with warm_up_run():
                 forward()
         except RuntimeError as error:
             syncs.append(_error_line(error))

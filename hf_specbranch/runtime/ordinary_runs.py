@@ -70,9 +70,7 @@ def ordinary_runs(model: PreTrainedModel, role: str, texts: Tensor, token_by_tok
                 if rounded:  # two runs may agree to the last bit, although their logits are rounded
                     least = 2 * torch.finfo(rounded).eps * rms(whole)
                     noise = torch.maximum(rms(logits[:, 0] - second[:, 0]), least)
-                if (
-                    token_by_token
-                ):  # a recurrent layer has another algorithm for single tokens, so it rounds differently
+                if token_by_token:  # a recurrent layer has another algorithm for them, which rounds differently
                     logits = second
     except ConnectionError:  # another rank of a tensor parallel model
         raise

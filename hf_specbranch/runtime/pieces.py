@@ -62,8 +62,8 @@ class Outside(NamedTuple):
             memory.copy_(value)
 
 
-class Rehearsal:
-    """Runs a stage as it is, and keeps what modules outside of the graphs return, in order."""
+class WarmUpRun:
+    """Runs a stage as it is, before it is captured, and keeps what modules outside of the graphs return, in order."""
 
     def __init__(self) -> None:
         self.outputs: deque[Any] = deque()
@@ -90,7 +90,7 @@ class Recorder:
         home: the device on which the stage begins and ends.
         begin: begins to capture a graph on the current device.
         at: makes a device other than `home` the current one, and its stream for captures too.
-        outputs: what modules outside of the graphs returned in a rehearsal: the memory for what they will return.
+        outputs: what modules outside of the graphs returned in a warm-up run: the memory for what they will return.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Recorder:
 
 
 OUTSIDE = object()  # a module outside of the graphs is running
-_active: ContextVar[Any] = ContextVar("active", default=None)  # a rehearsal, a recorder, OUTSIDE or nothing
+_active: ContextVar[Any] = ContextVar("active", default=None)  # a warm-up run, a recorder, OUTSIDE or nothing
 
 
 @contextmanager
@@ -183,9 +183,9 @@ def _as_active(value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def rehearsal() -> Iterator[Rehearsal]:
-    """Provide a rehearsal; a stage that runs inside the context takes part in it."""
-    with _as_active(Rehearsal()):
+def warm_up_run() -> Iterator[WarmUpRun]:
+    """Provide a warm-up run: that of a stage that runs inside the context."""
+    with _as_active(WarmUpRun()):
         yield _active.get()
 
 
@@ -225,7 +225,7 @@ class Piece:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         active = _active.get()
-        if not isinstance(active, (Rehearsal, Recorder)):
+        if not isinstance(active, (WarmUpRun, Recorder)):
             return self.forward(*args, **kwargs)
         if self.device is None:
             return active.run_outside(self.forward, args, kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels import build_in_parallel
 from ..layers.base import split_graph
-from .pieces import Part, Recorder, rehearsal
+from .pieces import Part, Recorder, warm_up_run
 from .streams import capture_stream
 from .virtual_memory import postpone_unmapping
 
@@ -156,9 +156,9 @@ class GraphMemory:
 
     def run_and_record(self, stage: Callable[[], object], generators: Sequence[torch.Generator] = ()) -> list[Part]:
         """Run a stage, and capture what it launches; see `record`."""
-        with rehearsal() as rehearsed:
+        with warm_up_run() as first:
             stage()  # the work of this call; capturing does none
-        return self.record(stage, generators, rehearsed.outputs)
+        return self.record(stage, generators, first.outputs)
 
     def record(
         self, stage: Callable[[], object], generators: Sequence[torch.Generator] = (), outputs: Sequence[Any] = ()
