@@ -130,7 +130,7 @@ class Lookup:
         if self.attention is None:
             prompts = [text.row_tokens()[: text.prompt_length]]
         else:
-            rows = zip(text.ids[:, : text.prompt_length].tolist(), self.attention.tolist())
+            rows = zip(text.ids[: len(text.new), : text.prompt_length].tolist(), self.attention.tolist())
             prompts = [[token for token, real in zip(*row) if real] for row in rows]
         for prompt in prompts:
             self.indices.append(TextIndex(self.longest, self.corpus, self.shortest))

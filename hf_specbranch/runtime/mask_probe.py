@@ -207,8 +207,8 @@ class _Probe:
                 kept = states[:, :, :CONTEXT].clone()
                 states[:, :, :size] = _noise_like(kept[:, :, :1])
                 states[:, :, :CONTEXT] = kept
-                states[:, :, self.far] = kept[:, :, -2:-1]
-                states[:, :, self.near] = kept[:, :, -1:]
+                states[:, :, self.far.to(states.device)] = kept[:, :, -2:-1]
+                states[:, :, self.near.to(states.device)] = kept[:, :, -1:]
         self.runner.place(torch.zeros((1, size), dtype=torch.long, device=self.device))
         self.runner.place(context[None])
         self.runner.slot_positions[0, self.far] = CONTEXT - 2
@@ -283,9 +283,10 @@ def _changed(slots_by_layer: dict[Any, Tensor]) -> Iterator[None]:
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer, slots in slots_by_layer.items():
         for states in (layer.keys, layer.values):
-            before = states[:, :, slots]
-            kept.append((states, slots, before))
-            states[:, :, slots] = 2 * _noise_like(before[:, :, :1]) - 3 * before
+            there = slots.to(states.device)
+            before = states[:, :, there]
+            kept.append((states, there, before))
+            states[:, :, there] = 2 * _noise_like(before[:, :, :1]) - 3 * before
     try:
         yield
     finally:
