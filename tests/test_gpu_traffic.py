@@ -277,8 +277,8 @@ def test_memory_that_runs_out_is_freed_and_asked_for_again():
     gc.collect()
     torch.cuda.empty_cache()
     assert held > 1 << 30
-    needed = held // 2  # about as much as each of the others holds; a batch of 52 cannot run on their stages
-    filler = [torch.empty(torch.cuda.mem_get_info(GPU)[0] - needed // 2, dtype=torch.uint8, device=GPU)]
+    # About as much as each of the others holds is left. A batch of 52 needs more, and cannot run on their stages.
+    filler = [torch.empty(torch.cuda.mem_get_info(GPU)[0] - held // 2, dtype=torch.uint8, device=GPU)]
     try:
         got = compare.model.generate(
             ids[:, :].repeat(2, 1)[:52], attention_mask=mask.repeat(2, 1)[:52], **compare.kwargs,

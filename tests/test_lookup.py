@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ class TestLookupBesideADraft(TestLookup):
         assert torch.equal(out, target.generate(**asked))
         counts = stats.sources["draft model"]
         assert stats.sources["lookup"]["rounds"] > 2 and counts["rounds"] > 2
+        assert counts["accepted"] == counts["drafted"]
+
+    @pytest.mark.parametrize("rows", [1, slowly(3)])
+    @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
+    def test_a_captured_draft_catches_up(self, threshold, rows, static_stages, monkeypatch):
+        """However many tokens were committed without it; the draft is the target itself, as above."""
+        turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
+        monkeypatch.setattr(LookupBesideDraft, "_looks_up", lambda self: self.lookup.choose() and 4 * next(turns))
+        monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
+        target, _ = repetitive_pair()
+        settings = SpecBranchConfig(
+            policy="vanilla", max_draft_length=3, prompt_lookup_num_tokens=4, confidence_threshold=threshold
+        )
+        asked = {**prompt(rows, length=12, vocabulary=12), "max_new_tokens": 150, "do_sample": False}
+        model = attached(target)
+        out = model.generate(**asked, assistant_model=copy.deepcopy(target), specbranch=settings)
+        assert torch.equal(out, target.generate(**asked))
+        counts, looked_up = model.specbranch_stats.sources["draft model"], model.specbranch_stats.sources["lookup"]
+        assert looked_up["rounds"] > 15 and counts["rounds"] > 5
         assert counts["accepted"] == counts["drafted"]
 
     @pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])

@@ -207,7 +207,7 @@ def test_predicted_costs_follow_model_size(target, draft):
 def test_predicted_costs_of_batches_are_near_the_measured_ones():
     """A 7B target in half precision on an H200, 240 tokens of context."""
     sizes = size_of(of_size("7b")), size_of(of_size("68m"))
-    for rows, measured in ((16, 4.9e-3), (32, 5.5e-3), (64, 7.6e-3)):
+    for rows, measured in ((16, 4.42e-3), (32, 5.24e-3), (64, 7.29e-3)):
         assert predicted_costs(*sizes, True, rows, 240).target_pass == pytest.approx(measured, rel=0.1)
 
 
@@ -236,7 +236,7 @@ def test_predicted_costs_of_a_mixture_count_touched_experts():
     for sent in (0, 1, 7, 15, 63):
         touched = 128 * (1 - (1 - 8 / 128) ** (1 + sent))
         read = (size.weights - (128 - touched) * expert) / 4.3e12
-        assert costs.pass_seconds(sent) == pytest.approx((read + 48 * 3e-5) * (1 + 0.005 * sent), rel=1e-3)
+        assert costs.pass_seconds(sent) == pytest.approx((read + 48 * 2e-5) * (1 + 0.005 * sent), rel=1e-3)
     dense = predicted_costs(size_of(mixture(128)), draft, captured=True)  # every token reads every expert
     assert costs.pass_seconds(7) / costs.target_pass > 2 > 1.1 > dense.pass_seconds(7) / dense.target_pass
 

@@ -318,20 +318,20 @@ def test_custom_prompt_preparation_is_kept(read, pair):
 def test_prefill_is_one_replay(policy, pair, monkeypatch):
     target, draft = (copy.deepcopy(model).to("cuda") for model in pair)
     model, replays = specbranch(copy.deepcopy(target)), []
-    replay, prefill = torch.cuda.CUDAGraph.replay, Target.prefill
+    replay, read_prompt = torch.cuda.CUDAGraph.replay, Target._read_prompt
 
     def count(graph):
         replays.append(1)
         replay(graph)
 
-    def counting_prefill(self):
+    def counting_reading(self):
         replays.clear()
-        step = prefill(self)
+        step = read_prompt(self)
         counts.append(len(replays))
         return step
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", count)
-    monkeypatch.setattr(Target, "prefill", counting_prefill)
+    monkeypatch.setattr(Target, "_read_prompt", counting_reading)
     for kernels in (False, True):
         counts = []
         for length in (100, 100, 300, 590, 30):

@@ -37,7 +37,7 @@ class DraftModel:
 
     Attributes:
         name: what has drafted, for the statistics.
-        reread: how many of the last columns a new draft begins with reading, at most.
+        reread: how many of the last columns the next new draft begins with reading, at most.
         in_blocks: one pass drafts all tokens.
         states: the target's hidden states, if the model reads them (`HeadModel`).
     """

@@ -118,7 +118,7 @@ class Drafter:
     def _run_propose(self, feedback: Feedback, is_new: bool, shown: int) -> None:
         if is_new and self.round.static_shapes:
             self._count_steps(1 if self.model.in_blocks else self.gamma)
-        key = ("propose", feedback.moved, is_new, feedback.features is None, shown)
+        key = ("propose", feedback.moved, is_new, feedback.features is None, shown, self.model.reread)
         self.buffers.run(key, lambda: self._propose(feedback, is_new, shown), self.only_our_kernels)
 
     def _count_steps(self, forwards: int) -> None:
@@ -241,7 +241,7 @@ class TorchDraftOps:
             if not bool((wanted & (pending.cached < pending.end)).any()):
                 return None
             queries = max(1, int((pending.end - pending.cached).max()))
-        columns = torch.clamp(pending.end[:, None] - queries + pending.offsets[:queries], min=model.earliest)  # [B, Q]
+        columns = torch.clamp(pending.end[:, None] + torch.arange(-queries, 0, device=model.device), min=model.earliest)
         tokens, positions = pending.ids.gather(1, columns), model.positions.gather(1, columns)
         return ForwardInputs(tokens, columns, positions, make_spans(model.first, columns + 1))
 

@@ -1,12 +1,14 @@
 """Lookup beside a draft model: a match that promises more tokens per second replaces a draft.
 
-The draft model takes no part in a round of looked-up tokens. Before it drafts again, it reads what was committed
-meanwhile: in one pass where it may ask how much that is, in passes of `CHUNK` tokens in captured stages.
+The draft model takes no part in a round of looked-up tokens. When it drafts again, its first step reads what was
+committed meanwhile: all of it where it may ask how much that is, the last `CHUNK` tokens in captured stages, and what
+came before them in passes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,8 +21,9 @@ from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import LookupDraft
 from .resolve import BranchStarts, DraftTokens, Feedback, TreeLeaves
+from .stepwise_drafter import StepwiseDrafter
 
-CHUNK = 16  # tokens that the draft reads in one captured pass
+CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
 TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified
 PRIOR_ROUNDS = 4  # that this counts for
 
@@ -40,30 +43,32 @@ class LookupBesideDraft:
         self.drafter, self.lookup, self.costs = drafter, lookup, costs
         self.current: DraftSource = drafter
         self.name = drafter.name
-        self.device, self.depth, self.same_every_round = drafter.device, drafter.depth, drafter.same_every_round
+        self.device, self.depth = drafter.device, drafter.depth
+        # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
+        self.same_every_round = drafter.same_every_round and not isinstance(drafter, StepwiseDrafter)
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
-        self.unread = 0  # the most tokens that were committed since the draft model has read the text
+        self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
 
     def prefill(self, length: int) -> None:
         self.drafter.prefill(length)
         self.lookup.prefill(length)
 
     def remember(self, tokens: list[int]) -> None:
-        self.drafter.remember(tokens)
+        self.drafter.remember(tokens if self.current is self.drafter else tokens[: self.left[0]])
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         count = self._looks_up() if feedback.draft_ended else 0
         if count:
             if self.current is self.drafter:
-                self.unread = self.drafter.model.reread
+                self.left = list(self.lookup.lookup.text.lengths)
                 self._run("leave", lambda: self._leave(feedback))
             self.current, self.name = self.lookup, self.lookup.name
-            self.unread += count + 1
             return self._with_skipped_token(self.lookup.look_up(count))
-        if self.current is self.lookup:
-            self._resume(feedback, reached)
-        self.current, self.name, self.unread = self.drafter, self.drafter.name, 0
-        return self.drafter.propose(feedback, reached)
+        if self.current is self.drafter:
+            return self.drafter.propose(feedback, reached)
+        self.current, self.name = self.drafter, self.drafter.name
+        with self._resumed(feedback, reached):
+            return self.drafter.propose(feedback, reached)
 
     def _with_skipped_token(self, found: DraftTokens) -> DraftTokens:
         """Let the target read a tree leaf again that the last round has made text, as rounds with leaves do."""
@@ -89,9 +94,10 @@ class LookupBesideDraft:
 
     def _draft_speed(self) -> float:
         """Return the tokens per second and row of a round in which the model drafts."""
-        gamma, leaves = self.drafter.gamma, self.drafter.round.leaves
-        counts = self.drafter.stats.sources.get(self.drafter.name, {"rounds": 0, "accepted": 0})
-        accepted = (PRIOR_ROUNDS * TYPICAL * gamma + counts["accepted"]) / (PRIOR_ROUNDS + counts["rounds"])
+        gamma, leaves, stats = self.drafter.gamma, self.drafter.round.leaves, self.drafter.stats
+        counts = stats.sources.get(self.drafter.name, {"rounds": 0, "accepted": 0})
+        accepted = PRIOR_ROUNDS * TYPICAL * gamma + counts["accepted"] + stats.tree_leaf_hits
+        accepted /= PRIOR_ROUNDS + counts["rounds"]
         seconds = self.costs.pass_seconds(gamma + leaves) + self.drafter.usual_steps * self.costs.draft_step
         return (1 + accepted) / seconds
 
@@ -105,14 +111,24 @@ class LookupBesideDraft:
             right = right + result.accepted
         pending.cached.copy_(torch.minimum(pending.cached, right))
 
-    def _resume(self, feedback: Feedback, reached: int) -> None:
-        """Put the drafter where the last round began, and let the model read the text up to there."""
+    @contextmanager
+    def _resumed(self, feedback: Feedback, reached: int) -> Iterator[None]:
+        """Put the drafter where the last round began; inside the context, the first step of a draft catches up."""
         self._run("resume", lambda: self._take_text(feedback))
         if not self.drafter.round.static_shapes:
-            return  # it reads what it has not read when it drafts
+            yield  # it reads what it has not read when it drafts
+            return
+        model, text, usual = self.drafter.model, self.lookup.lookup.text, self.drafter.model.reread
+        unread = usual + text.in_flight + max(now - then for now, then in zip(text.lengths, self.left))
+        catches_up = model.states is None and not model.runner.is_recurrent  # may read any column again
         shown = self.drafter._slots_shown(reached)
-        for _ in range(-(-self.unread // CHUNK)):
+        for _ in range(-(-unread // CHUNK) - catches_up):
             self._run(("read", shown), lambda: self._read(feedback, shown))
+        model.reread = CHUNK if catches_up else usual
+        try:
+            yield
+        finally:
+            model.reread = usual
 
     def _take_text(self, feedback: Feedback) -> None:
         pending, result, text = self.drafter.round.pending, feedback.result, self.lookup.lookup.text

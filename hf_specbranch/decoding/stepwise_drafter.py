@@ -32,7 +32,7 @@ class StepwiseDrafter(Drafter):
             super()._run_propose(feedback, is_new, shown)
             return
         run, moved, features, ours = self.buffers.run, feedback.moved, feedback.features, self.only_our_kernels
-        run(("first step", moved, shown), lambda: self._adopt_and_draft(feedback, shown), ours)
+        run(("first step", moved, shown, self.model.reread), lambda: self._adopt_and_draft(feedback, shown), ours)
         steps = 1
         while steps < self.gamma and self._goes_on():
             run(("step", shown), lambda: self._draft_step(1, shown), ours)

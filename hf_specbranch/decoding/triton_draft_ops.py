@@ -106,7 +106,7 @@ class TritonDraftOps:
             self.inputs = self.kept or self.inputs
             return self.inputs
         self.inputs = self._fill(self.kept or self._empty_inputs(1))
-        return self._fill(self._empty_inputs(2))  # the target's own token, and perhaps one before it
+        return self._fill(self._empty_inputs(self.model.reread))
 
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         assert logits is not None
