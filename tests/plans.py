@@ -45,4 +45,7 @@ def recordings(which, temperature=0.0):
 
 def from_token(agreement, first, last=None):
     some = slice(first, last)
-    return Agreement(agreement.confidence[some], agreement.rank[some], 5, agreement.chances[some])
+    confidence, rank, chances, lookups = (
+        each[some] for each in (agreement.confidence, agreement.rank, agreement.chances, agreement.lookups)
+    )
+    return Agreement(confidence, rank, 5, chances, lookups)

@@ -379,6 +379,16 @@ def test_plain_decoding_is_compared_in_few_rounds():
     assert all(segment.predicted is not None for segment in plan_text(text, Knowledge(), CHEAP_DRAFT)[0])
 
 
+def test_plain_decoding_is_compared_once_in_texts_that_repeat_themselves():
+    """Passes over looked-up tokens say nothing about a pass over one token."""
+    text = replace(recordings("good")[0], lookups=(2,) * len(recordings("good")[0].rank))
+    known, costs, checks = Knowledge(), StepCosts(0.005, 1e-4, 1e-4), []
+    for _ in range(6):
+        followed, _ = plan_text(text, known, costs, rows=8)
+        checks.append(sum(segment.rounds for segment in followed if segment.predicted is None))
+    assert checks[0] == 4 and not any(checks[2:])
+
+
 def test_context_that_grows_is_not_measured_again():
     """Costs are known to grow with the keys and values that a pass reads."""
     sizes = size_of(of_size("7b")), size_of(of_size("68m"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -152,8 +153,11 @@ class Planner(TextChoices):
     # ---- what plain decoding would take, where that is uncertain
 
     def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, SegmentTiming]:
-        """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft."""
-        check = PlanSegment(self.other(plan), CHECK_ROUNDS, False)
+        """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft.
+
+        Without lookup, whose wider passes would hide what a pass of this plan takes.
+        """
+        check = PlanSegment(replace(self.other(plan), prompt_lookup_num_tokens=0), CHECK_ROUNDS, False)
         timing = yield check
         if not self._record(check, timing):  # its stages had to be captured
             timing = yield check
