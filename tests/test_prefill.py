@@ -178,8 +178,8 @@ def test_only_last_logits_are_computed(kind, read, pair, monkeypatch):
     assert shapes == [(1, 1 if kind is LlamaForCausalLM else 128, VOCABULARY)] * 2
 
 
-@pytest.mark.parametrize("length", [1, 40, 64])
-def test_reading_in_spare_slots_keeps_the_cache(length, read, pair):
+@pytest.mark.parametrize(("length", "last"), [(1, 1), (40, 3), (64, 64), (65, 2), (150, 87)])
+def test_reading_in_spare_slots_keeps_the_cache(length, last, read, pair, monkeypatch):
     _, draft = pair
     text = tokens(200)
     runner = EagerRunner(draft, mask_maker_for(draft, "draft"))
@@ -187,15 +187,13 @@ def test_reading_in_spare_slots_keeps_the_cache(length, read, pair):
     prefill.prefill(runner, text, torch.arange(200)[None], first)  # padding has no positions of its own
     runner.reserve(1, 512)
     before = [layer.keys[:, :, :200].clone() for layer in runner.cache.layers]
-    other = tokens(length)
-    assert prefill.can_read_in_spare_slots(runner, other, used=448) and not prefill.can_read_in_spare_slots(
-        runner, other, used=449
-    )
-    assert not prefill.can_read_in_spare_slots(runner, tokens(65), used=0)
+    other, needed = tokens(length), prefill.spare_slots(1, length)
+    assert [prefill.can_read_in_spare_slots(runner, 1, length, 512 - needed + more) for more in (0, 1)] == [True, False]
     with torch.no_grad():
-        torch.testing.assert_close(
-            prefill.read_in_spare_slots(runner, other, 1), draft(other).logits, atol=1e-5, rtol=1e-5
-        )
+        found, expected = prefill.read_in_spare_slots(runner, other, 1, last), draft(other).logits[:, -last:]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(prefill, "MOST_SPARE", 3 * needed)
+    assert [prefill.can_read_in_spare_slots(runner, rows, length, 0) for rows in (3, 4)] == [True, False]
     assert all(torch.equal(layer.keys[:, :, :200], keys) for layer, keys in zip(runner.cache.layers, before))
 
 
@@ -203,7 +201,8 @@ def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
     """The planner finds the same agreement there as with an ordinary pass of the draft."""
     target, draft = pair
     reserve = EagerRunner.reserve
-    monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, max(slots, 1024)))
+    monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, max(slots, 2048)))
+    monkeypatch.setitem(assembly_module.CONTEXT, False, assembly_module.CONTEXT[True])
     found, agreements = [], Assembly.agreements
 
     def observer(self, text):
@@ -218,9 +217,9 @@ def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
     monkeypatch.setattr(
         assembly_module,
         "read_in_spare_slots",
-        lambda runner, text, rows: (texts.append(text), prefill.read_in_spare_slots(runner, text, rows))[1],
+        lambda runner, text, rows, last: (texts.append(text), prefill.read_in_spare_slots(runner, text, rows, last))[1],
     )
-    kwargs = run(tokens(30), max_new_tokens=200, eos_token_id=None)
+    kwargs = run(tokens(300), max_new_tokens=200, eos_token_id=None)  # longer than one pass
     out = attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
     assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(texts) > 0
 

@@ -22,8 +22,8 @@ from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner, PlanRun
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
-from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots
-from ..runtime.selection import BRANCH_SLOTS, SPARE_SLOTS
+from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots, spare_slots
+from ..runtime.selection import BRANCH_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from ..target_heads.base import TargetHead
@@ -139,27 +139,27 @@ class Assembly(Sources):
 
     def agreements(self, text: Text, model: PreTrainedModel | None = None) -> list[Agreement]:
         """Return how the draft, or another model, agrees with the text of the first unfinished row, if it is long."""
-        assert self.call.draft is not None
         row = 0 if text.finished else text.done.index(False)
         new, length = len(text.new[row]), text.lengths[row]
         if new < FEWEST:
             return []
         draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
-        assert draft is not None
+        assert draft is not None and self.call.draft is not None
         context = min(CONTEXT[self.static_shapes], draft.position_limit or length)
         ids = text.ids[row : row + 1, max(padding, length - context) : length].to(draft.device)
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0
         candidates = self.call.config.max_branches + 1
-        used = max(text.lengths) + BRANCH_SLOTS
+        rows, used = self.call.rows, max(text.lengths) + BRANCH_SLOTS
         if draft.takes_spans:
-            draft.reserve(self.call.rows, used + SPARE_SLOTS)
+            draft.reserve(rows, used + spare_slots(rows, ids.shape[1]))
         model = model or self.call.draft
         shortlist = state_of(model).shortlist
         tokens = None if shortlist is None else shortlist.ids
-        if model is draft.model and self.static_shapes and can_read_in_spare_slots(draft, ids, used):
-            logits = read_in_spare_slots(draft, ids.clamp(max=draft.vocabulary - 1), self.call.rows)
-            found = agreement_from_logits(logits, ids, before, candidates, temperature, tokens)
+        if model is draft.model and self.static_shapes and can_read_in_spare_slots(draft, rows, ids.shape[1], used):
+            known, ids = ids.clamp(max=draft.vocabulary - 1), ids[:, before - 1 :]
+            logits = read_in_spare_slots(draft, known, rows, last=ids.shape[1])
+            found = agreement_from_logits(logits, ids, 1, candidates, temperature, tokens)
         else:
             found = read_agreement(model, ids, before, candidates, temperature, tokens)
         return [found if self.lookup is None else replace(found, lookups=self.lookup.recorded(row, len(found.rank)))]

@@ -18,7 +18,14 @@ from ..config import SpecBranchConfig
 from ..progress import Progress
 from ..runtime.eager import NOTHING, EagerRunner, round_up
 from ..runtime.overlap import Overlap
-from ..runtime.prefill import STEP, can_prefill, captured_sizes, prefill, read_in_spare_slots
+from ..runtime.prefill import (
+    STEP,
+    can_prefill,
+    can_read_in_spare_slots,
+    captured_sizes,
+    prefill,
+    read_in_spare_slots,
+)
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
@@ -93,8 +100,8 @@ def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
         tokens = torch.zeros((rows, size), dtype=torch.long, device=runner.device)
         if can_prefill(runner, tokens, padded=False):
             prefill(runner, tokens, torch.zeros_like(tokens), tokens[:, :1])
-    # The planner lets the draft read part of the text again.
-    read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device), rows)
+    if can_read_in_spare_slots(runner, rows, STEP, used=0):  # the planner lets the draft read part of the text again
+        read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device), rows, last=1)
 
 
 def _lengths(runner: EagerRunner, parts: Parts) -> list[int]:

@@ -22,6 +22,7 @@ from .eager import EagerRunner, make_spans
 # one by one).
 STEP, MOST = 256, 1024  # a short text is read in one pass: a multiple of STEP tokens, or less where rows are many
 SIZES = 256, 512, 1024  # the sizes of passes over one row, under spans
+MOST_SPARE = 4096  # slots of all rows for a text that is read beside a generation
 LONG_PASS = 8192  # tokens of all rows in a pass that is not captured; such a pass is limited by the device
 
 
@@ -119,25 +120,38 @@ def _read(
     return forward(tokens, positions, slots, visible, **runner.last_logits_only, **outputs)
 
 
-def can_read_in_spare_slots(runner: EagerRunner, tokens: Tensor, used: int) -> bool:
-    """Return whether a text [1, L] fits into the slots after those in use; recurrent layers need its beginning, too."""
-    return not runner.is_recurrent and tokens.shape[1] <= STEP <= runner.cache.address.capacity - used
+def spare_slots(rows: int, length: int) -> int:
+    """Return how many slots `read_in_spare_slots` takes for a text; 0 if there are too many rows to read it all."""
+    slots = -(-length // STEP) * STEP
+    return slots if rows * slots <= MOST_SPARE else 0
 
 
-def read_in_spare_slots(runner: EagerRunner, tokens: Tensor, rows: int) -> Tensor:
-    """Return logits [1, L, V] after each token of a text [1, L] of at most `STEP` tokens.
+def can_read_in_spare_slots(runner: EagerRunner, rows: int, length: int, used: int) -> bool:
+    """Return whether a text fits into the slots after those in use; recurrent layers need its beginning, too."""
+    return not runner.is_recurrent and 0 < spare_slots(rows, length) <= runner.cache.address.capacity - used
 
-    Its keys and values go to the last slots of the cache, so a generation under way is not disturbed. All `rows` of the
-    cache read it, because a captured pass has no other size.
+
+def read_in_spare_slots(runner: EagerRunner, tokens: Tensor, rows: int, last: int) -> Tensor:
+    """Return logits [1, last, V] after each of the last tokens of a text [1, L].
+
+    Its keys and values go to the last slots of the cache, so a generation under way is not disturbed. Passes have one
+    size, which is captured once. All `rows` of the cache read the text, because a captured pass has no other size.
     """
     length, capacity = tokens.shape[1], runner.cache.address.capacity
-    order = torch.arange(STEP, device=tokens.device).expand(rows, -1)
-    slots = capacity - STEP + order
+    start = capacity - spare_slots(rows, length)
     seen = torch.ones((rows, capacity), dtype=torch.bool, device=tokens.device)
-    visible = runner.visible(make_spans(slots[:, :1], slots + 1), capacity, seen)
-    positions = order if runner.position_limit is None else order.clamp(max=runner.position_limit - 1)
-    tokens = pad(tokens, (0, STEP - length)).expand(rows, -1)
-    return runner.forward(tokens, positions, slots, visible).logits[:1, :length]
+    first = torch.full((rows, 1), start, device=tokens.device)
+    found = []
+    for begin in range(0, length, STEP):
+        order = torch.arange(begin, begin + STEP, device=tokens.device).expand(rows, -1)
+        visible = runner.visible(make_spans(first, start + order + 1), capacity, seen)
+        positions = order if runner.position_limit is None else order.clamp(max=runner.position_limit - 1)
+        chunk = tokens[:, begin : begin + STEP]
+        padded = pad(chunk, (0, STEP - chunk.shape[1])).expand(rows, -1)
+        logits = runner.forward(padded, positions, start + order, visible).logits
+        if (wanted := begin + chunk.shape[1] - (length - last)) > 0:  # the next pass overwrites them
+            found.append(logits[:1, max(0, chunk.shape[1] - wanted) : chunk.shape[1]].clone())
+    return torch.cat(found, dim=1)
 
 
 def captured_sizes(rows: int, takes_spans: bool) -> list[int]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RESERVED = 4096  # slots reserved in advance at most; when a cache grows, its graphs are captured again
 BRANCH_SLOTS = 256  # room for branches after the text
-SPARE_SLOTS = 256  # room for a text that the draft reads for the planner; see `prefill.read_in_spare_slots`
+SPARE_SLOTS = 256  # room for a text that the draft reads for the planner; more is reserved where nothing moves then
 # Two vocabularies of one tokenizer may differ by padding: Qwen2.5 has 151,936 entries, or 152,064.
 LARGEST_PADDING = 0.01
 
