@@ -32,7 +32,7 @@ from .decoding.policies import POLICIES
 from .decoding.warm_up import capture_stages
 from .fallback import FallBack, seeded_from
 from .heads.model import resolve_head
-from .model_state import agreed, decided
+from .model_state import agreed, decided, walked_once
 from .padding_check import check_padded_batches
 from .plain_calls import why_left_alone
 from .planning.knowledge import forget
@@ -67,6 +67,7 @@ class SpecBranchMixin(GenerationMixin):
     warm_up_specbranch = warm_up
 
     @torch.no_grad()
+    @walked_once()
     def generate(
         self,
         *args: Any,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, TypeVar, cast
@@ -138,6 +140,9 @@ def every_module(model: nn.Module) -> list[nn.Module]:
         >>> [type(module).__name__ for module in every_module(nn.Sequential(inner, nn.Sequential(inner)))]
         ['Sequential', 'ReLU', 'Sequential']
     """
+    walked = _walked.get()
+    if walked is not None and model in walked:
+        return walked[model]
     found: dict[nn.Module, None] = {}
     ahead: list[nn.Module | None] = [model]
     while ahead:
@@ -146,7 +151,20 @@ def every_module(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             if module._modules:
                 ahead.extend(reversed(module._modules.values()))
-    return list(found)
+    return list(found) if walked is None else walked.setdefault(model, list(found))
+
+
+_walked: ContextVar[dict[nn.Module, list[nn.Module]] | None] = ContextVar("walked", default=None)
+
+
+@contextmanager
+def walked_once() -> Iterator[None]:
+    """Inside the context, `every_module` goes through a model once: a call asks a dozen times."""
+    token = _walked.set(_walked.get() or {})
+    try:
+        yield
+    finally:
+        _walked.reset(token)
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
@@ -164,16 +182,6 @@ def held_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that these modules hold themselves."""
     held = [module._parameters for module in modules if module._parameters]
     return [parameter for parameters in held for parameter in parameters.values() if parameter is not None]
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Return whether accelerate brings all weights that are on the meta device where they are needed, pass by pass."""
-    held = [
-        module
-        for module in every_module(model)
-        if any(w is not None and w.is_meta for w in module._parameters.values())
-    ]
-    return all(hasattr(module, "_hf_hook") for module in held)
 
 
 def every_buffer(model: nn.Module) -> list[Tensor]:
@@ -230,15 +238,6 @@ def transformers_model(model: Any) -> Any:
         return model
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
-
-
-def is_compiled(model: Any) -> bool:
-    """Return whether the user has compiled a model: `torch.compile(model)`, `model.compile()`, or its forward."""
-    return (
-        hasattr(model, "_orig_mod")
-        or getattr(model, "_compiled_call_impl", None) is not None
-        or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable")
-    )
 
 
 def draft_model(model: Any) -> Any:

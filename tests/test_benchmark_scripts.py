@@ -25,6 +25,7 @@ each_kernel = importlib.import_module("each_kernel")
 experts = importlib.import_module("experts")
 lab = importlib.import_module("lab")
 latency = importlib.import_module("latency")
+other_drafts = importlib.import_module("other_drafts")
 overhead = importlib.import_module("overhead")
 pass_time = importlib.import_module("pass_time")
 predictions = importlib.import_module("predictions")
@@ -70,7 +71,7 @@ def test_methods_are_predicted_from_each_other(finished):
     benchmark, report = finished
     found = predictions.predictions(benchmark)
     methods = report["methods"]
-    others = ("auto", "no-draft", "specbranch-head")
+    others = ("auto", "auto-no-lookup", "no-draft", "specbranch-head")
     ours = [name for name, row in methods.items() if row["settings"] and name not in others]
     assert list(found["methods"]) == ours
     for name, row in found["methods"].items():
@@ -188,6 +189,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
         (each_kernel, ["--tokens", "2", "--context", "16"]),
         (latency, ["--rounds-at", "20", "--repeat", "1", "--num-prompts", "1"]),
         (serving, ["--streams", "1,2", "--requests", "1", "--max-new-tokens", "4", "--num-prompts", "2"]),
+        (other_drafts, ["--new-tokens", "4", "--num-prompts", "1"]),
         (cpu_first_calls, ["--busy", "1", "--pairs", "2", "--new-tokens", "8"]),
         (
             predictions,

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hf_specbranch.model_state import every_buffer, every_module, every_parameter
+from hf_specbranch.model_state import every_buffer, every_module, every_parameter, walked_once
 
 from .families import make
 
@@ -23,3 +23,15 @@ def test_shared_and_empty_modules():
     model.register_buffer("nothing", None)
     assert every_module(model) == list(model.modules())
     assert every_parameter(model) == [shared.weight] and every_buffer(model) == []
+
+
+def test_a_call_goes_through_a_model_once():
+    model = nn.Sequential(nn.ReLU())
+    with walked_once():
+        first = every_module(model)
+        with walked_once():  # a call within a call
+            assert every_module(model) is first
+    model.append(nn.ReLU())
+    assert len(every_module(model)) == 3 and every_module(model) is not every_module(model)
+    with walked_once():
+        assert len(every_module(model)) == 3

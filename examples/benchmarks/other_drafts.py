@@ -59,7 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     pair = load(args)
     prompts = [inputs for _, inputs in inputs_of(args, pair)]
     with tempfile.TemporaryDirectory() as folder:
-        results = [measure(way, pair, prompts, args.new_tokens, Path(folder)) for way in ways]
+        results = []
+        for way in ways:
+            results.append(measure(way, pair, prompts, args.new_tokens, Path(folder)))
+            print(f"{way}: {results[-1]}", flush=True)
     finish(args, [each._asdict() for each in results], table(results))
 
 
@@ -148,6 +151,7 @@ def write_mtp_layer(target: PreTrainedModel, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     target.config.save_pretrained(folder)
     target.config.name_or_path = str(folder)
+    target._weight_conversions = getattr(target, "_weight_conversions", [])  # which loading sets in some releases
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\."]
 
 

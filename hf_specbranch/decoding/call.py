@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -221,9 +222,12 @@ class Call:
             return [*self.hooks, head]
         return [*self.hooks, LengthHeadHook(head)] if callable(head) else list(self.hooks)
 
-    @property
+    @cached_property
     def stage_settings(self) -> tuple[Hashable, ...]:
-        """The arguments of the call that captured stages depend on. All processors must have a static form."""
+        """The arguments of the call that captured stages depend on. All processors must have a static form.
+
+        Some settings are on the device, which is asked once, before it reads the prompt.
+        """
         return bool(self.generation_config.do_sample), *map(signature, self.processors)
 
     @property

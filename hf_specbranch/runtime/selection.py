@@ -19,8 +19,6 @@ from ..model_state import (
     every_module,
     every_parameter,
     held_parameters,
-    is_compiled,
-    is_offloaded,
     state_of,
     unmerge_disabled,
 )
@@ -213,6 +211,25 @@ def release(model: PreTrainedModel) -> None:
     for _, copies in state_of(model).copies.values():
         for copy in copies:
             idle_runners.drop(copy)
+
+
+def is_compiled(model: Any) -> bool:
+    """Return whether the user has compiled a model: `torch.compile(model)`, `model.compile()`, or its forward."""
+    return (
+        hasattr(model, "_orig_mod")
+        or getattr(model, "_compiled_call_impl", None) is not None
+        or hasattr(getattr(model, "forward", None), "_torchdynamo_orig_callable")
+    )
+
+
+def is_offloaded(model: PreTrainedModel) -> bool:
+    """Return whether accelerate brings all weights that are on the meta device where they are needed, pass by pass."""
+    held = [
+        module
+        for module in every_module(model)
+        if any(w is not None and w.is_meta for w in module._parameters.values())
+    ]
+    return all(hasattr(module, "_hf_hook") for module in held)
 
 
 def check_model(model: PreTrainedModel, role: str) -> None:
