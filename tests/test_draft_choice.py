@@ -20,12 +20,14 @@ from hf_specbranch.planning.draft_choice import (
     compare_drafts,
     copy_gain,
     copy_of,
+    estimated_gain,
     form_by_sizes,
     is_slower,
     named_form,
 )  # fmt: skip
 from hf_specbranch.planning.knowledge import Knowledge, Situation, knowledge_of
 from hf_specbranch.planning.online import Planner
+from hf_specbranch.planning.sizes import predicted_costs, size_of
 from hf_specbranch.planning.step_time import step_gain
 from hf_specbranch.runtime.selection import runner_for
 
@@ -80,6 +82,18 @@ def test_copy_that_does_not_pay_is_given_up(pair, step_gain, spoiled, stays):
     kept = Knowledge()
     kept.update(knowledge_of(target, draft).to_dict())
     assert is_slower(form, kept) is not stays
+
+
+def test_gain_of_a_copy_is_estimated_from_its_own_steps(pair):
+    """On a machine twice as slow as predicted, whose copy takes the predicted time, and then three times as long."""
+    target, draft = pair[0], copy.deepcopy(pair[1])
+    twin, planned = copy_of(draft, DraftForm("int8")), planner(StepCosts(target_pass=4e-3, draft_step=4e-4))
+    alone = predicted_costs(size_of(target), size_of(draft), True, 1, planned.context()).draft_step
+    factors = planned.known.factors[planned.situation]
+    for speed, step in ((2.0, 1.0), (2.0, 3.0)):
+        factors.speed, factors.draft = [speed], [step]
+        assert estimated_gain(planned, target, twin) == pytest.approx(alone / (step * 4e-4))
+    assert estimated_gain(planned, target, draft) is None  # no copy
 
 
 class OnGpu(LlamaForCausalLM):

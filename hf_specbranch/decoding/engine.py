@@ -23,7 +23,7 @@ from ..planning.timer import SegmentTimer, summary
 from ..runtime.idle_runners import free_all
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap, cpu_threads
-from ..runtime.selection import BRANCH_SLOTS, runner_for
+from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
 from .assembly import Assembly, threads_of
 from .call import Call
@@ -236,12 +236,13 @@ def compare_drafts(assembly: Assembly, planner: Planner, text: Text) -> None:
     call = assembly.call
     if not chose_copy(call):
         return
-    from ..planning.draft_choice import compare_drafts
+    from ..planning.draft_choice import compare_drafts, estimated_gain
 
     assert call.draft is not None
     read = partial(assembly.agreements, text)
     with suppress(torch.OutOfMemoryError):  # the text is finished, and must not be lost
-        compare_drafts(planner, call.model, call.draft, read, partial(step_gain, assembly, max(text.lengths)))
+        gain = partial(estimated_gain, planner, call.model, call.draft)
+        compare_drafts(planner, call.model, call.draft, read, gain)
 
 
 def chose_copy(call: Call) -> bool:
@@ -252,23 +253,6 @@ def chose_copy(call: Call) -> bool:
     from ..planning.draft_choice import named_form
 
     return bool(form != named_form(call.config))
-
-
-def step_gain(assembly: Assembly, length: int) -> float | None:
-    """Return how many times faster a step of the copy is than one of the draft itself, if that can be timed.
-
-    Args:
-        assembly: with the runner of the copy.
-        length: of the text, whose keys and values must stay.
-    """
-    from ..planning.draft_choice import original_of
-    from ..planning.step_time import step_gain
-
-    call, runner = assembly.call, assembly.draft_runner
-    original = original_of(call.draft)
-    if runner is None or original is None:
-        return None
-    return step_gain(runner, original, call.config, call.rows, length + BRANCH_SLOTS)
 
 
 def remember_text(parts: Parts) -> None:

@@ -26,10 +26,11 @@ from ..runtime.prefill import (
     prefill,
     read_in_spare_slots,
 )
+from ..runtime.selection import BRANCH_SLOTS
 from ..stats import SpecBranchStats
 from .assembly import Assembly
 from .call import Call
-from .engine import assembled, chose_copy, step_gain, take_over
+from .engine import assembled, chose_copy, take_over
 from .loop import Parts, decode, read_prompt
 from .policies import POLICIES
 from .resolve import DraftTokens, Feedback, TreeLeaves
@@ -70,8 +71,24 @@ def faster_draft(assembly: Assembly) -> PreTrainedModel | None:
     from ..planning.draft_choice import compare_steps, original_of
 
     assert call.draft is not None
-    is_fast = compare_steps(call.model, call.draft, partial(step_gain, assembly, 0))
+    is_fast = compare_steps(call.model, call.draft, partial(_step_gain, assembly))
     return None if is_fast else original_of(call.draft)
+
+
+def _step_gain(assembly: Assembly) -> float | None:
+    """Return how many times faster a step of the copy is than one of the draft itself, if that can be timed.
+
+    Args:
+        assembly: with the runner of the copy.
+    """
+    from ..planning.draft_choice import original_of
+    from ..planning.step_time import step_gain
+
+    call, runner = assembly.call, assembly.draft_runner
+    original = original_of(call.draft)
+    if runner is None or original is None:
+        return None
+    return step_gain(runner, original, call.config, call.rows, BRANCH_SLOTS)
 
 
 def _capture_all(assembly: Assembly, progress: Progress) -> None:

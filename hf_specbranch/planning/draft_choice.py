@@ -23,7 +23,7 @@ from .agreement import Agreement
 from .chooser import choose
 from .knowledge import Knowledge, knowledge_of
 from .online import Planner
-from .sizes import size_of
+from .sizes import predicted_costs, size_of
 
 AUTO_WEIGHTS: Bits8 = "float8"
 AUTO_SHORTLIST = 32000
@@ -123,13 +123,34 @@ def original_of(draft: PreTrainedModel | None) -> PreTrainedModel | None:
     return None if original is None else original()
 
 
+def estimated_gain(planner: Planner, target: PreTrainedModel, draft: PreTrainedModel) -> float | None:
+    """Return how many times faster a step of a copy is than one of the draft itself.
+
+    The steps of the copy were timed, those of the draft itself are predicted: to time these, it would have to be
+    captured.
+
+    Args:
+        planner: of a text with the copy.
+        target: the model that generates.
+        draft: the copy.
+    """
+    original = original_of(draft)
+    if original is None:
+        return None
+    own, context = planner.costs(), planner.context()
+    slower = own.target_pass / planner.predicted(context).target_pass  # this machine than predicted
+    sizes = size_of(target), size_of(original)
+    step = predicted_costs(*sizes, planner.captured, planner.situation.rows, context).draft_step
+    return slower * step / own.draft_step
+
+
 def compare_steps(target: PreTrainedModel, draft: PreTrainedModel, time_steps: Callable[[], float | None]) -> bool:
-    """Return whether a step of a copy is fast enough, compared with the draft itself; timed once for each pair.
+    """Return whether a step of a copy is fast enough, compared with the draft itself; found once for each pair.
 
     Args:
         target: the model that generates.
         draft: the copy.
-        time_steps: returns how many times faster a step of the copy is; None if that cannot be timed.
+        time_steps: returns how many times faster a step of the copy is; None if that cannot be found.
     """
     original, name = original_of(draft), state_of(draft).form.name
     assert original is not None

@@ -247,7 +247,7 @@ class Piece:
 
 def pieces_of(model: PreTrainedModel) -> list[Piece]:
     """Return the pieces in which a model is captured; nothing if it can be captured as a whole."""
-    hooked = [module for module in every_module(model) if hooks_of(module)]
+    hooked = [module for module in every_module(model) if "_hf_hook" in module.__dict__ and hooks_of(module)]
     if not hooked:
         return []
     home, outside = model.get_input_embeddings().weight.device, _outside(model)
@@ -291,7 +291,7 @@ def execution_device(module: nn.Module, default: torch.device) -> torch.device:
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks of accelerate that a module has."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = module.__dict__.get("_hf_hook")  # torch looks for attributes that a module does not have, which takes long
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 

@@ -176,8 +176,10 @@ def _why_not_as(role: str, model: PreTrainedModel) -> str:
 
     When a side branch survives, its entries in the KV caches of all layers move, in one stage of one device.
     """
-    spread = {weight.device for weight in held_parameters(every_module(model)) if not weight.is_meta}
-    return "its layers are on several devices" if role == "draft" and len(spread) > 1 else ""
+    if role != "draft":
+        return ""
+    spread = {weight.device for weight in every_parameter(model) if not weight.is_meta}
+    return "its layers are on several devices" if len(spread) > 1 else ""
 
 
 def _has_accelerate_hooks(modules: list[torch.nn.Module]) -> bool:
