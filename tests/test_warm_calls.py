@@ -1,5 +1,6 @@
 """What the host does in a call whose stages are captured: little, and no more for a deeper model."""
 
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -8,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specbranch import specbranch
+from hf_specbranch.decoding import loop
+from hf_specbranch.decoding.drafter import Drafter
 from hf_specbranch.runtime import cuda_graph
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 
@@ -86,3 +89,29 @@ def test_few_operations_and_waits(captured, policy, operations):
     with seen:
         call()
     assert seen.count < operations and seen.waits <= 6, (seen.count, seen.waits)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, ["first token, draft", *["draft, first token"] * 2]), (2, None)])
+def test_draft_reads_the_prompt_while_the_host_waits(rows, expected, graph_runners, monkeypatch):
+    """Not in the first call, which captures; nor in a batch, where the device is asked which tokens are padding."""
+    target = llama(seed=0)
+    model, draft, settings = specbranch(copy.deepcopy(target)), noisy_copy(target, 0.2, 1), config("vanilla")
+    order, prefill, finish = [], Drafter.prefill, loop.finish_round
+
+    def noting(name, function):
+        return lambda *args: (order.append(name), function(*args))[1]
+
+    monkeypatch.setattr(Drafter, "prefill", noting("draft", prefill))
+    monkeypatch.setattr(loop, "finish_round", noting("first token", finish))
+    found = []
+    for seed in range(3):
+        order.clear()
+        ids = tokens(9, seed=seed).repeat(rows, 1)
+        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+        out = model.generate(ids, **asked, assistant_model=draft, specbranch=settings)
+        assert torch.equal(out, target.generate(ids, **asked))
+        found.append(", ".join(order[:2]))
+    assert found == (expected or ["first token, draft"] * 3)
+    order.clear()
+    model.generate(tokens(9), max_new_tokens=1, do_sample=False, assistant_model=draft, specbranch=settings)
+    assert order == ["first token"]  # there is nothing to draft

@@ -120,7 +120,7 @@ class CandidateDraft:
         forced: send so many tokens without asking; for a warm-up.
     """
 
-    depth, same_every_round, keeps_drafts = 0, False, False
+    depth, same_every_round, keeps_drafts, reads_early = 0, False, False, False
 
     def __init__(
         self,

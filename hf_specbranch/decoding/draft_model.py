@@ -39,12 +39,14 @@ class DraftModel:
         name: what has drafted, for the statistics.
         reread: how many of the last columns the next new draft begins with reading, at most.
         in_blocks: one pass drafts all tokens.
+        known_tokens: returns the text of the one row, without padding, as the host knows it; None: the device is asked.
         states: the target's hidden states, if the model reads them (`HeadModel`).
     """
 
     in_blocks = False
     name, reread = "draft model", 2  # the target's own token, and the one before it if the whole draft was accepted
     states: TargetStates | None = None
+    known_tokens: Callable[[], list[int]] | None = None
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class DraftModel:
         self.positions.copy_((columns - padding).clamp(min=0, max=self.last_position))
         self.shortlist: Shortlist | DraftVocabulary | None = state_of(runner.model).shortlist
         if self.shortlist is not None and length == 0:  # no text is read, and that of the last call must go
-            self.shortlist.add_text(attention)
+            self.shortlist.add_text([])
         self.vocabulary, self.own_vocabulary, self.processors = vocabulary, runner.vocabulary, processors
         # The first column that can be read again: for all rows, or [B, 1]. A recurrent state before it is not kept.
         self.earliest: int | Tensor = buffers.tensor("draft.earliest", (1,)) if runner.is_recurrent else 0
@@ -100,15 +102,16 @@ class DraftModel:
         """Read a text [B, P], except for its beginning if that is in the cache already."""
         remembered, self.runner.remembered = self.runner.remembered, NOTHING
         self.stats.draft_forwards += 1
+        known = None if self.known_tokens is None else [self.known_tokens()[: tokens.shape[1]]]
         if self.shortlist is not None:
-            self.shortlist.add_text(tokens)
+            self.shortlist.add_text(known or tokens.tolist())
         if self.runner.is_recurrent and isinstance(self.earliest, Tensor):
             self.earliest.fill_(tokens.shape[1])
         attention = self.seen[:, : tokens.shape[1]]
-        mask = None if bool(attention.all()) else attention.long()
+        mask = None if known or bool(attention.all()) else attention.long()
         start = 0
         if mask is None and self.guide is None and tokens.shape[0] == 1 and not self.runner.is_recurrent:
-            self.runner.remembered = Remembered(tokens[0].tolist())
+            self.runner.remembered = Remembered((known or tokens.tolist())[0])
             if self.runner.takes_spans or not self.buffers.static_shapes:  # under masks, it would be captured again
                 start = remembered.common_prefix(self.runner.remembered.tokens)
         if self.buffers.static_shapes and can_prefill(self.runner, tokens, padded=mask is not None):

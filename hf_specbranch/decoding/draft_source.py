@@ -27,6 +27,8 @@ class DraftSource(Protocol):
             start before the host has read it.
         keeps_drafts: what is left of a draft stays pending, where a round commits less than was accepted (rows in
             step). False for a source that makes a new draft in every round.
+        reads_early: reads the prompt without waiting for the device, so that it may begin before the host knows the
+            first token.
     """
 
     name: str
@@ -35,6 +37,7 @@ class DraftSource(Protocol):
     max_tokens_per_round: int
     same_every_round: bool
     keeps_drafts: bool
+    reads_early: bool
 
     def prefill(self, length: int) -> None:
         """Read the first columns of the text."""

@@ -54,13 +54,13 @@ class Drafter:
         hooks: HookList,
         stats: SpecBranchStats,
     ) -> None:
-        self.buffers, self.model, self.round, self.ops = buffers, model, round, ops
-        self.hooks, self.stats = hooks, stats
+        self.buffers, self.model, self.round, self.ops, self.hooks = buffers, model, round, ops, hooks
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
-        self.name, self.max_tokens_per_round = model.name, self.gamma + 2
+        self.name, self.stats, self.max_tokens_per_round = model.name, stats, self.gamma + 2
         self.usual_steps: float = self.gamma  # of a new draft
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
+        self.reads_early = model.known_tokens is not None
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`
 
     def prefill(self, length: int) -> None:

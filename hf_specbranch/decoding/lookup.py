@@ -206,7 +206,7 @@ class LookupDraft:
             what was captured before.
     """
 
-    depth, same_every_round, keeps_drafts = 0, True, False
+    depth, same_every_round, keeps_drafts, reads_early = 0, True, False, False
 
     def __init__(
         self,

@@ -126,7 +126,9 @@ def finish_all(parts: Parts, overlap: Overlap, in_flight: RoundsInFlight, feedba
 
 
 def read_prompt(parts: Parts, before_draft: Callable[[], None] | None = None) -> Feedback:
-    """Generate the first token with the target alone; the draft reads the prompt after that token is streamed.
+    """Generate the first token with the target alone. The draft reads the prompt after that token is streamed.
+
+    Where it takes the host no time to let the draft do so, it does while the host waits for the token.
 
     Args:
         parts: the parts of the generation.
@@ -135,12 +137,19 @@ def read_prompt(parts: Parts, before_draft: Callable[[], None] | None = None) ->
     step = parts.target.prefill()
     no_draft = NoDraft(parts.verifier.nothing)
     parts.verifier.verify(step, *no_draft.nothing, no_draft.drafted)
+
+    def read_with_draft() -> None:
+        if before_draft is not None:
+            before_draft()
+        parts.drafter.prefill(parts.text.prompt_length)
+
+    early = parts.drafter.reads_early and not parts.text.may_finish(1)
+    if early:
+        read_with_draft()
     feedback = finish_round(parts, step)
     parts.text.stream_out()
-    if before_draft is not None:
-        before_draft()
-    if not parts.text.finished:
-        parts.drafter.prefill(parts.text.prompt_length)
+    if not early and not parts.text.finished:
+        read_with_draft()
     return feedback
 
 
@@ -209,7 +218,7 @@ class NoDraft:
         nothing: no draft tokens and no branches.
     """
 
-    name, depth, max_tokens_per_round, same_every_round, keeps_drafts = "", 0, 1, True, True
+    name, depth, max_tokens_per_round, same_every_round, keeps_drafts, reads_early = "", 0, 1, True, True, False
 
     def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device

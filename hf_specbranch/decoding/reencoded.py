@@ -45,7 +45,7 @@ class ReencodedDraft:
         capacity: the most columns of the draft's own text.
     """
 
-    depth, same_every_round, keeps_drafts = 0, False, False
+    depth, same_every_round, keeps_drafts, reads_early = 0, False, False, False
 
     def __init__(
         self,

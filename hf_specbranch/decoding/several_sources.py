@@ -43,7 +43,7 @@ class LookupBesideDraft:
         self.drafter, self.lookup, self.costs = drafter, lookup, costs
         self.current: DraftSource = drafter
         self.name = drafter.name
-        self.device, self.depth = drafter.device, drafter.depth
+        self.device, self.depth, self.reads_early = drafter.device, drafter.depth, drafter.reads_early
         # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
         self.same_every_round = drafter.same_every_round and not isinstance(drafter, StepwiseDrafter)
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)

@@ -61,12 +61,12 @@ class Shortlist:
         return self.weight.detach()[ids], None if self.bias is None else self.bias.detach()[ids]
 
     @torch.no_grad()
-    def add_text(self, tokens: Tensor) -> None:
-        """Take in the last tokens of a text [B, L], as far as there is room; those of an earlier text go.
+    def add_text(self, rows: Sequence[Sequence[int]]) -> None:
+        """Take in the last tokens of a text, as far as there is room; those of an earlier text go.
 
         Rows change in place, so that graphs stay valid.
         """
-        given = dict.fromkeys(token for row in tokens.tolist() for token in reversed(row))
+        given = dict.fromkeys(token for row in rows for token in reversed(row))
         new = [token for token in given if token < self.vocabulary and token not in self.fixed]
         new = new[: len(self.others)]
         taken = set(new)

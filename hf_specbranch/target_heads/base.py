@@ -70,7 +70,7 @@ class DraftVocabulary:
     def __init__(self, ids: Tensor, vocabulary: int) -> None:
         self.ids, self.vocabulary = ids, vocabulary
 
-    def add_text(self, tokens: Tensor) -> None:
+    def add_text(self, rows: Sequence[Sequence[int]]) -> None:
         """The vocabulary of a head does not depend on the text."""
 
     def expand(self, logits: Tensor) -> Tensor:
