@@ -92,6 +92,29 @@ class TestLookupBesideADraft(TestLookup):
         assert looked_up["rounds"] > 15 and counts["rounds"] > 5
         assert counts["accepted"] == counts["drafted"]
 
+    @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
+    def test_warm_up_captures_how_a_draft_catches_up(self, threshold, graph_runners, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)  # there is no GPU to wait for
+        target, _ = repetitive_pair()
+        model, draft = specbranch(copy.deepcopy(target)), copy.deepcopy(target)
+        settings = SpecBranchConfig(
+            policy="vanilla",
+            max_draft_length=3,
+            prompt_lookup_num_tokens=4,
+            confidence_threshold=threshold,
+            kernels=True,
+        )
+        warmed = dict(max_length=200, progress=False, specbranch=settings, assistant_model=draft)
+        assert model.warm_up_specbranch(**warmed).graphs_captured > 5
+        turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
+        monkeypatch.setattr(LookupBesideDraft, "_looks_up", lambda self: self.lookup.choose() and 4 * next(turns))
+        monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
+        asked = {**prompt(1, length=12, vocabulary=12), "max_new_tokens": 150, "do_sample": False}
+        out = model.generate(**asked, assistant_model=draft, specbranch=settings)
+        assert torch.equal(out, target.generate(**asked))
+        assert model.specbranch_stats.sources["lookup"]["rounds"] > 15
+        assert model.specbranch_stats.graphs_captured == 0
+
     @pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])
     def test_looked_up_tokens_may_follow_a_tree_leaf(self, static, request, monkeypatch):
         """A leaf that became text was read in a scratch slot, and is read again whatever drafts next."""

@@ -120,6 +120,8 @@ class LookupBesideDraft:
             return
         model, text, usual = self.drafter.model, self.lookup.lookup.text, self.drafter.model.reread
         unread = usual + text.in_flight + max(now - then for now, then in zip(text.lengths, self.left))
+        if self.lookup.lookup.forced is not None:  # a warm-up captures all stages
+            unread = max(unread, 2 * CHUNK)
         catches_up = model.states is None and not model.runner.is_recurrent  # may read any column again
         shown = self.drafter._slots_shown(reached)
         for _ in range(-(-unread // CHUNK) - catches_up):
