@@ -170,8 +170,8 @@ class Sources:
         model = DraftModel(*given) if head is None else kind(*given, text, gamma, layers)
         if translation is not None:
             model = TranslatedDraftModel(*given, translation=translation, spare=spare)
-        elif head is None and call.rows == 1 and call.is_unpadded and runner.graphs_captured:  # captures take long
-            model.known_tokens = text.row_tokens
+        elif self.static_shapes and head is None and call.rows == 1 and call.is_unpadded and runner.graphs_captured:
+            model.known_tokens = text.row_tokens  # not where its first pass has to be captured, which takes long
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
