@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
-from hf_specbranch.decoding import acceptance, verifier
+from hf_specbranch.decoding import acceptance, row_takeover, verifier
 from hf_specbranch.decoding.lookup import PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
+from hf_specbranch.decoding.loop import NoDraft
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
 
@@ -78,7 +79,13 @@ class TestLookupBesideADraft(TestLookup):
     def test_a_captured_draft_catches_up(self, threshold, rows, static_stages, monkeypatch):
         """However many tokens were committed without it; the draft is the target itself, as above."""
         turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
-        monkeypatch.setattr(LookupBesideDraft, "_looks_up", lambda self: self.lookup.choose() and 4 * next(turns))
+        starts_early = set()
+
+        def looks_up(self):
+            starts_early.add(self.same_every_round)
+            return self.lookup.choose() and 4 * next(turns)
+
+        monkeypatch.setattr(LookupBesideDraft, "_looks_up", looks_up)
         monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
         target, _ = repetitive_pair()
         settings = SpecBranchConfig(
@@ -91,6 +98,7 @@ class TestLookupBesideADraft(TestLookup):
         counts, looked_up = model.specbranch_stats.sources["draft model"], model.specbranch_stats.sources["lookup"]
         assert looked_up["rounds"] > 15 and counts["rounds"] > 5
         assert counts["accepted"] == counts["drafted"]
+        assert starts_early == {threshold < 0.1}  # a host that waits for each step knows the text in which it looks
 
     @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
     def test_warm_up_captures_how_a_draft_catches_up(self, threshold, graph_runners, monkeypatch):
@@ -130,6 +138,16 @@ class TestLookupBesideADraft(TestLookup):
             assert torch.equal(out, target.generate(**asked))
             hits += model.specbranch_stats.tree_leaf_hits
         assert hits > 4 and model.specbranch_stats.sources["lookup"]["rounds"] > 2
+
+
+def test_a_row_with_another_text_has_missed_none_of_it():
+    """However long the text was when lookup took over, and whatever the row read before."""
+    source = LookupBesideDraft.__new__(LookupBesideDraft)
+    source.drafter = source.lookup = NoDraft.__new__(NoDraft)
+    for left, expected in (([90, 70], [90, 8]), ([], [])):
+        source.left = left
+        row_takeover._take_draft(source, 1, range(8))
+        assert source.left == expected
 
 
 class TestLookupBesideBranches(TestLookup):

@@ -183,9 +183,9 @@ def test_memory_lives_as_long_as_a_view():
     view = mebibytes(1024).tensor[:1024]
     assert before - free_bytes() >= 768 << 20
     view.fill_(3)
-    assert (view == 3).all()
+    assert view.min() == 3 == view.max()  # a comparison would take half as much memory, which torch keeps
     del view
-    assert free_after_collection() >= before - (256 << 20)  # libraries may have loaded kernels
+    assert free_bytes() >= before - (256 << 20)  # libraries may have loaded kernels
 
 
 @gpu

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StoppingCriteriaList
 
 from hf_specbranch import specbranch
-from hf_specbranch.decoding import loop
+from hf_specbranch.decoding import call, loop
 from hf_specbranch.decoding.drafter import Drafter
+from hf_specbranch.model_state import every_module
 from hf_specbranch.runtime import cuda_graph
 from hf_specbranch.runtime.cuda_graph import GraphRunner
 
@@ -115,3 +117,23 @@ def test_draft_reads_the_prompt_while_the_host_waits(rows, expected, graph_runne
     order.clear()
     model.generate(tokens(9), max_new_tokens=1, do_sample=False, assistant_model=draft, specbranch=settings)
     assert order == ["first token"]  # there is nothing to draft
+
+
+def test_a_call_goes_through_a_model_once():
+    target, seen = llama(seed=0), []
+
+    def look(ids, scores, **kwargs):
+        seen.append(every_module(target) is every_module(target))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    specbranch(target).generate(tokens(5), max_new_tokens=2, stopping_criteria=StoppingCriteriaList([look]))
+    assert seen and all(seen) and every_module(target) is not every_module(target)
+
+
+def test_settings_of_processors_are_read_once(graph_runners, monkeypatch):
+    """Some are on the device, which reads the prompt when they would be asked for again."""
+    target, read, signature = llama(seed=0), [], call.signature
+    monkeypatch.setattr(call, "signature", lambda processor: (read.append(processor), signature(processor))[1])
+    asked = {"max_new_tokens": 8, "min_new_tokens": 4, "do_sample": False, "specbranch": config("vanilla")}
+    specbranch(target).generate(tokens(5), **asked, assistant_model=noisy_copy(target, 0.2, 1))
+    assert len(read) == len({id(each) for each in read}) > 0
