@@ -163,6 +163,7 @@ def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
 def start_prompt(assembly: Assembly, parts: Parts) -> None:
     """Let the device read the prompt while the host prepares the draft; a head needs states of that pass."""
     if assembly.static_shapes and assembly.head is None:
+        _ = assembly.stopper.eos  # read now: once the device reads the prompt, the host would wait for it
         parts.target.start_prefill()
 
 

@@ -65,6 +65,7 @@ class Knowledge:
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
         evaluation_seconds: how long the last evaluation took.
         unplanned_seconds: of generation since then.
+        confirmed: how many evaluations in a row have kept the choice.
         copy_gains: how many times faster texts are with cheaper copies of the draft, by their form (`draft_choice`).
         step_gains: how many times faster a step of these copies is.
         texts: recordings of agreement on the last texts.
@@ -83,6 +84,7 @@ class Knowledge:
     next_evaluation: int = 0
     evaluation_seconds: float = 0.0
     unplanned_seconds: float = 0.0
+    confirmed: int = 0
     copy_gains: dict[str, float] = field(default_factory=dict)
     step_gains: dict[str, float] = field(default_factory=dict)
     texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))

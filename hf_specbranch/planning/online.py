@@ -41,8 +41,9 @@ EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
 # plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
-# this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model.
-MOST_PLANNING = 0.03
+# this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model. Where texts just differ, and
+# evaluations keep confirming the choice, the fraction becomes smaller, down to a tenth.
+MOST_PLANNING, MOST_CONFIRMED = 0.03, 9
 LONGEST_EVALUATION = 0.05  # seconds that one takes in captured stages; the first ones also build kernels and capture
 UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
@@ -214,7 +215,8 @@ class Planner(TextChoices):
         self.known.unplanned_seconds += timing.seconds
         may_pause = ending or segment.plan.policy == "autoregressive"
         is_off = reliable and self._is_off(segment, timing)
-        is_off = is_off and self.known.evaluation_seconds <= MOST_PLANNING * self.known.unplanned_seconds
+        most_planning = MOST_PLANNING / (1 + min(self.known.confirmed, MOST_CONFIRMED))
+        is_off = is_off and self.known.evaluation_seconds <= most_planning * self.known.unplanned_seconds
         missed = self.known.miss(self.key, timing.seconds)
         return is_off or missed or self.key not in self.known.choices or (may_pause and self._is_due())
 
@@ -280,6 +282,7 @@ class Planner(TextChoices):
         seconds = time.perf_counter() - began
         self.known.evaluation_seconds = min(seconds, LONGEST_EVALUATION) if self.captured else seconds
         self.known.unplanned_seconds = 0.0
+        self.known.confirmed = self.known.confirmed + 1 if choice is None or choice.plan == plan else 0
         return choice
 
     def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming, ending: bool) -> Choice | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model_state import weight_bytes
+from ..model_state import every_module, weight_bytes
 from .costs import StepCosts, interpolate
 
 # Captured stages on an H200: bytes per second, seconds per layer, the cost of each further token in a pass.
@@ -50,11 +50,11 @@ class ModelSize(NamedTuple):
 
 
 def size_of(model: PreTrainedModel) -> ModelSize:
-    """Return the size of a model. Counting the weights takes about a millisecond."""
+    """Return the size of a model. Every call without a draft asks for it, so it must be quick."""
     config = model.config.get_text_config(decoder=True)
     layers: int = config.num_hidden_layers
     key_bytes = model.dtype.itemsize * _kv_width(config)
-    routed = {name: weight for name, weight in model.named_parameters() if ".experts." in name}
+    routed = _routed_weights(model)
     return ModelSize(
         weight_bytes(model) - _unread_bytes(model),
         layers,
@@ -74,6 +74,16 @@ def _unread_bytes(model: PreTrainedModel) -> int:
 def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize, ModelSize]:
     """Return the sizes of a pair."""
     return size_of(target), size_of(draft)
+
+
+def _routed_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights of routed experts by name, with an `.experts.` in it."""
+    holders = [module for module in every_module(model) if "experts" in module._modules]
+    return {
+        f"{at}.experts.{name}": weight
+        for at, module in enumerate(holders)
+        for name, weight in module.get_submodule("experts").named_parameters()
+    }
 
 
 def _share(config: Any, routed: dict[str, Tensor]) -> float:

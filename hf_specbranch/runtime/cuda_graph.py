@@ -130,10 +130,11 @@ class GraphRunner(EagerRunner):
         return self.graph_memory.seconds
 
     def buffers(self, settings: Hashable) -> Buffers:
-        """Return the static buffers for these settings, from an earlier generation if there was one."""
+        """Return the static buffers for these settings, all zero, from an earlier generation if there was one."""
         buffers = self.buffers_by_settings.pop(settings, None) or StaticBuffers(
             self.device, self.graph_memory, self.builds_in_parallel
         )
+        buffers.begin()
         self.buffers_by_settings[settings] = buffers
         for oldest in list(self.buffers_by_settings)[:-MOST_BUFFERS]:
             del self.buffers_by_settings[oldest]

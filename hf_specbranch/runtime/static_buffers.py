@@ -220,12 +220,28 @@ class StaticBuffers(Buffers):
         self.graph_memory, self.builds_in_parallel = graph_memory, builds_in_parallel
         self.generators: dict[str, torch.Generator] = {}
         self.graphs: dict[Hashable, list[Part]] = {}  # by key of the stage, in order
+        self.named: set[str] = set()  # tensors that were asked for by name
+        self.zeroed: set[str] = set()  # those that are zero since a generation began, and that it has not asked for
+
+    def begin(self) -> None:
+        """Set all tensors to zero for the next generation, in a few launches: it will ask for a hundred of them."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name in self.named:
+            if (tensor := self.memory[name]).numel():
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for tensors in by_dtype.values():
+            torch._foreach_zero_(tensors)
+        self.zeroed = set(self.named)
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.long) -> Tensor:
         known = self.memory.get(name)
         if known is None:
+            self.named.add(name)
             return self.memory.setdefault(name, super().tensor(name, shape, dtype))
         assert known.shape == tuple(shape) and known.dtype == dtype, (name, known.shape, tuple(shape))
+        if name in self.zeroed:
+            self.zeroed.remove(name)
+            return known
         return known.zero_()
 
     def has_run(self, key: Hashable) -> bool:
