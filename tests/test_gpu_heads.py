@@ -43,6 +43,17 @@ def test_greedy_text_is_that_of_plain_generate(pair, settings, leaves):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=["EAGLE-3", "MTP", "DFlash"])
+def test_half_precision_runs_captured(pair):
+    target, head = both_on_gpu(pair)
+    model = specbranch(target.to(torch.bfloat16))
+    inputs = {name: value.to("cuda") for name, value in prompt(2, 12, vocabulary=12).items()}
+    asked = {**inputs, "max_new_tokens": 40, "do_sample": False, "assistant_model": head.to(torch.bfloat16)}
+    model.generate(**asked, specbranch={"policy": "vanilla"})
+    assert model.specbranch_stats.runtime == "graph" and not model.specbranch_stats.slowed_by
+    assert model.specbranch_stats.num_accepted_tokens > 5
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=["EAGLE-3", "MTP", "DFlash"])
 def test_captured_stages_accept_as_much_as_a_cpu(pair):
     """Stale or misplaced states would show in the acceptance."""
     counts = []

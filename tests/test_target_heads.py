@@ -129,6 +129,19 @@ def test_every_policy_keeps_the_text(policy, stages, request):
     assert model.specbranch_stats.sources["EAGLE-3"]["accepted"] > 0
 
 
+@pytest.mark.parametrize("source", ["EAGLE-3", "MTP", "DFlash"])
+def test_half_precision(source):
+    """The mask probe then compares two runs, of which one has a cache that the head makes itself."""
+    target, head = MAKERS[source]()
+    target, head = copy.deepcopy((target, head))  # together: they share weights
+    target.to(torch.bfloat16)
+    head.to(torch.bfloat16)
+    asked, model = {**prompt(2, 12, vocabulary=12), **GREEDY}, attached(target)
+    out = model.generate(**asked, assistant_model=head, specbranch=settings())
+    assert torch.equal(out, target.generate(**asked))
+    assert model.specbranch_stats.sources[source]["accepted"] > 0
+
+
 # ---- which states it reads
 
 

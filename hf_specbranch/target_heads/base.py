@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 SLIDING = "sliding_attention"
@@ -50,6 +50,11 @@ class TargetHead(PreTrainedModel):
     def encode(self, hidden: Tensor) -> Tensor:
         """Return states [B, N, S], given the hidden states of `state_layers`, joined: [B, N, layers * H]."""
         raise NotImplementedError
+
+
+def cache_for(past_key_values: Any, use_cache: bool) -> Any:
+    """Return the cache that a pass was given, or a new one if it is to return one."""
+    return DynamicCache() if past_key_values is None and use_cache else past_key_values
 
 
 class DraftVocabulary:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .base import SLIDING, TargetHead
+from .base import SLIDING, TargetHead, cache_for
 
 
 class DFlashHead(TargetHead):
@@ -69,6 +69,7 @@ class DFlashHead(TargetHead):
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        use_cache: bool = False,
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
@@ -80,10 +81,12 @@ class DFlashHead(TargetHead):
             attention_mask: what the tokens see, by kind of layer or the same for all.
             position_ids: [B, M + N].
             past_key_values: the cache.
+            use_cache: return a cache, a new one if none is given.
             logits_to_keep: only those of the last tokens, unless it is 0.
         """
         hidden = self.embed_tokens(input_ids)
         states = hidden[:, :0] if states is None else states.to(hidden.dtype)
+        past_key_values = cache_for(past_key_values, use_cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(past, past + input_ids.shape[1], device=hidden.device)[None]

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from .base import TargetHead, causal_masks, next_positions
+from .base import TargetHead, cache_for, causal_masks, next_positions
 
 LAYERS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
@@ -154,6 +154,7 @@ class Eagle3Draft(TargetHead):
         """Return logits [B, N or logits_to_keep, V'] and the next states [B, N, S], given tokens [B, N] and states."""
         embedded = self.embed_tokens(input_ids)
         states = torch.zeros_like(embedded) if states is None else states.to(embedded.dtype)
+        past_key_values = cache_for(past_key_values, use_cache)
         positions = next_positions(input_ids, past_key_values) if position_ids is None else position_ids
         masks = causal_masks(self.config, embedded, attention_mask, past_key_values, positions, self.kinds)
         shared = dict(position_ids=positions, past_key_values=past_key_values, use_cache=use_cache)

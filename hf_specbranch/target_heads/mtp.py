@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .base import TargetHead, causal_masks, next_positions
+from .base import TargetHead, cache_for, causal_masks, next_positions
 
 MTP = "mtp"
 TOKENS = 3  # to draft, if nothing else is set: a layer was trained to look one token ahead, and less sure after that
@@ -70,6 +70,7 @@ class MtpHead(TargetHead):
         """Return logits [B, N or logits_to_keep, V] and the next states [B, N, S], given tokens [B, N] and states."""
         mtp, embedded = self.mtp, self.mtp.embed_tokens(input_ids)
         states = torch.zeros_like(embedded) if states is None else states.to(embedded.dtype)
+        past_key_values = cache_for(past_key_values, use_cache)
         positions = next_positions(input_ids, past_key_values) if position_ids is None else position_ids
         mask = causal_masks(self.config, embedded, attention_mask, past_key_values, positions, [self.kind])[self.kind]
         angles = None
