@@ -20,12 +20,17 @@ DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # about two units in the last place
 
 
+def where_triton_runs(test):
+    """Run a test on a GPU, or under the interpreter."""
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
 def on_kernels(test):
     """Run a test where Triton runs, with few examples where it is slow."""
     few = settings(
         max_examples=6 if INTERPRETED else 8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
     )
-    return few(test) if INTERPRETED else pytest.mark.gpu(few(test))
+    return where_triton_runs(few(test))
 
 
 def randn(*shape, dtype=torch.float32):

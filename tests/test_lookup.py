@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
-from hf_specbranch.decoding import acceptance, row_takeover, verifier
+from hf_specbranch.decoding import acceptance, row_takeover, several_sources, verifier
 from hf_specbranch.decoding.lookup import PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
 from hf_specbranch.decoding.loop import NoDraft
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
+from hf_specbranch.decoding.stepwise_drafter import StepwiseDrafter
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
 
-from .kernels import DEVICE, on_kernels
+from .kernels import DEVICE, on_kernels, where_triton_runs
 from .models import attached, prompt, slowly
 from .sampling import QUICK_SAMPLES, SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
@@ -78,6 +79,23 @@ class TestLookupBesideADraft(TestLookup):
     @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
     def test_a_captured_draft_catches_up(self, threshold, rows, static_stages, monkeypatch):
         """However many tokens were committed without it; the draft is the target itself, as above."""
+        starts_early = self.draft_that_catches_up(threshold, rows, monkeypatch)
+        assert starts_early == {threshold < 0.1}  # a host that waits for each step knows the text in which it looks
+
+    @pytest.mark.parametrize("rare", [False, True])
+    @where_triton_runs
+    def test_a_draft_may_begin_before_the_host_knows_the_result(self, rare, request, monkeypatch):
+        """A lookup may follow all the same. Then the draft has read the text, and nothing of it is sent."""
+        if DEVICE == "cpu":
+            request.getfixturevalue("static_stages")
+        begun, begin = [], StepwiseDrafter.begin
+        monkeypatch.setattr(StepwiseDrafter, "begin", lambda self, *given: begun.append(1) or begin(self, *given))
+        monkeypatch.setattr(several_sources, "RARE", (0.0, 1.0 if rare else -1.0))
+        self.draft_that_catches_up(0.5, 1, monkeypatch, DEVICE)
+        assert len(begun) > 5 if rare else not begun
+
+    def draft_that_catches_up(self, threshold, rows, monkeypatch, device="cpu"):
+        """Generate with lookups and drafts in turns; return in which rounds the next may start early."""
         turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
         starts_early = set()
 
@@ -88,17 +106,19 @@ class TestLookupBesideADraft(TestLookup):
         monkeypatch.setattr(LookupBesideDraft, "_looks_up", looks_up)
         monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
         target, _ = repetitive_pair()
+        target.to(device)
         settings = SpecBranchConfig(
             policy="vanilla", max_draft_length=3, prompt_lookup_num_tokens=4, confidence_threshold=threshold
         )
-        asked = {**prompt(rows, length=12, vocabulary=12), "max_new_tokens": 150, "do_sample": False}
+        inputs = {name: value.to(device) for name, value in prompt(rows, length=12, vocabulary=12).items()}
+        asked = {**inputs, "max_new_tokens": 150, "do_sample": False}
         model = attached(target)
         out = model.generate(**asked, assistant_model=copy.deepcopy(target), specbranch=settings)
         assert torch.equal(out, target.generate(**asked))
         counts, looked_up = model.specbranch_stats.sources["draft model"], model.specbranch_stats.sources["lookup"]
         assert looked_up["rounds"] > 15 and counts["rounds"] > 5
         assert counts["accepted"] == counts["drafted"]
-        assert starts_early == {threshold < 0.1}  # a host that waits for each step knows the text in which it looks
+        return starts_early
 
     @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
     def test_warm_up_captures_how_a_draft_catches_up(self, threshold, graph_runners, monkeypatch):

@@ -121,6 +121,7 @@ class CandidateDraft:
     """
 
     depth, same_every_round, keeps_drafts, reads_early = 0, False, False, False
+    begin_next = None
 
     def __init__(
         self,

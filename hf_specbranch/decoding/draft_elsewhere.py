@@ -29,7 +29,7 @@ class DraftElsewhere:
         self.source, self.there, self.here, self.device = source, there, here, here.device
         self.name, self.depth, self.max_tokens_per_round = source.name, source.depth, source.max_tokens_per_round
         self.same_every_round, self.keeps_drafts = source.same_every_round, source.keeps_drafts
-        self.reads_early = False  # not tried with a device of its own
+        self.reads_early, self.begin_next = False, None  # not tried with a device of its own
         self.copies: dict[tuple[str, torch.Size, bool], Tensor] = {}
         self.counts: Tensor | None = None  # [B, 6] what is drafted, here
         self.is_there = True  # what was proposed last is on the other device; looked-up tokens are not

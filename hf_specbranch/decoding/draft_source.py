@@ -6,6 +6,7 @@ protocol, and `sources.Sources.source_of` chooses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,6 +30,8 @@ class DraftSource(Protocol):
             step). False for a source that makes a new draft in every round.
         reads_early: reads the prompt without waiting for the device, so that it may begin before the host knows the
             first token.
+        begin_next: launches what the next round most likely begins with, before the host has read the result of this
+            one; None if there is nothing. It is given what `propose` is given.
     """
 
     name: str
@@ -38,6 +41,9 @@ class DraftSource(Protocol):
     same_every_round: bool
     keeps_drafts: bool
     reads_early: bool
+
+    @property
+    def begin_next(self) -> Callable[[Feedback, int], None] | None: ...
 
     def prefill(self, length: int) -> None:
         """Read the first columns of the text."""

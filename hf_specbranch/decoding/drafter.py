@@ -60,7 +60,7 @@ class Drafter:
         self.usual_steps: float = self.gamma  # of a new draft
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
-        self.reads_early = model.known_tokens is not None
+        self.reads_early, self.begin_next = model.known_tokens is not None, None
         self.only_our_kernels = ops.cuts_by_confidence  # see `Buffers.run`
 
     def prefill(self, length: int) -> None:

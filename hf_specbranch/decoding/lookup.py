@@ -207,6 +207,7 @@ class LookupDraft:
     """
 
     depth, same_every_round, keeps_drafts, reads_early = 0, True, False, False
+    begin_next = None
 
     def __init__(
         self,

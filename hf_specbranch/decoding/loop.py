@@ -74,6 +74,10 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
         step = wait_for_target()
         verifier.verify(step, draft_tokens, branches, drafter.drafted)
         in_flight.push(step, drafter.name)
+        if (begin_next := drafter.begin_next) is not None and in_flight.may_go_on():
+            in_flight.update_text()
+            with overlap.working("draft"):
+                begin_next(feedback, text.reach)
     feedback = finish_all(parts, overlap, in_flight, feedback)
     parts.accounting.flush()
     text.stream_out()
@@ -173,8 +177,8 @@ class RoundsInFlight:
     def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats, records: bool = False) -> None:
         self.text, self.stats, self.steps = text, stats, deque[tuple[Step, str, int]]()
         self.most_per_round = drafter.max_tokens_per_round
-        can_continue = text.resolved_on_device and not text.stopper.called and not records
-        self.max_in_flight = int(can_continue and drafter.same_every_round)
+        self.can_continue = text.resolved_on_device and not text.stopper.called and not records
+        self.max_in_flight = int(self.can_continue and drafter.same_every_round)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -188,6 +192,13 @@ class RoundsInFlight:
         """Whether the host must read a result before another round may start."""
         most = 0 if any(self.text.done) else self.max_in_flight
         return bool(self.steps) and (len(self.steps) > most or self.text.may_finish(self.tokens))
+
+    def may_go_on(self) -> bool:
+        """Whether the device can go on from the result of the last round before the host has read it.
+
+        Of a batch a row may end in that round, which the device must be told first.
+        """
+        return self.can_continue and len(self.text.done) == 1 and not self.text.may_finish(self.tokens)
 
     def update_text(self) -> None:
         """Tell the text how many tokens these rounds have added at most."""
@@ -219,6 +230,7 @@ class NoDraft:
     """
 
     name, depth, max_tokens_per_round, same_every_round, keeps_drafts, reads_early = "", 0, 1, True, True, False
+    begin_next = None
 
     def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:
         self.nothing, self.device = nothing, nothing[0].length.device

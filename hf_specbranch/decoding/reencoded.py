@@ -46,6 +46,7 @@ class ReencodedDraft:
     """
 
     depth, same_every_round, keeps_drafts, reads_early = 0, False, False, False
+    begin_next = None
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ from .stepwise_drafter import StepwiseDrafter
 
 CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
 TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified
-PRIOR_ROUNDS = 4  # that this counts for
+PRIOR_ROUNDS = 4  # that this counts for, and the next one
+RARE = 0.125, 0.2  # the share of drafts that a lookup follows: before any were made, and up to which it is rare
 
 
 class LookupBesideDraft:
@@ -44,10 +45,23 @@ class LookupBesideDraft:
         self.current: DraftSource = drafter
         self.name = drafter.name
         self.device, self.depth, self.reads_early = drafter.device, drafter.depth, drafter.reads_early
+        self.stepwise = drafter if isinstance(drafter, StepwiseDrafter) else None
         # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
-        self.same_every_round = drafter.same_every_round and not isinstance(drafter, StepwiseDrafter)
+        self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
         self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
+        self.drafts, self.followed = PRIOR_ROUNDS, RARE[0] * PRIOR_ROUNDS  # all drafts, and those that a lookup follows
+
+    @property
+    def begin_next(self) -> Callable[[Feedback, int], None] | None:
+        """The first step of the next draft, if a draft most likely follows on this one.
+
+        A step takes three times as long as what the host would let the device wait.
+        """
+        drafter, rare = self.stepwise, self.followed <= RARE[1] * self.drafts
+        if drafter is None or self.current is not drafter or not drafter.same_every_round or not rare:
+            return None
+        return drafter.begin
 
     def prefill(self, length: int) -> None:
         self.drafter.prefill(length)
@@ -58,10 +72,13 @@ class LookupBesideDraft:
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         count = self._looks_up() if feedback.draft_ended else 0
+        if self.current is self.drafter:
+            self.drafts += 1
+            self.followed += count > 0
         if count:
             if self.current is self.drafter:
                 self.left = list(self.lookup.lookup.text.lengths)
-                self._run("leave", lambda: self._leave(feedback))
+                self._leave(feedback)
             self.current, self.name = self.lookup, self.lookup.name
             return self._with_skipped_token(self.lookup.look_up(count))
         if self.current is self.drafter:
@@ -105,10 +122,22 @@ class LookupBesideDraft:
 
     def _leave(self, feedback: Feedback) -> None:
         """Note which columns the draft model has read of the text; what it drafted after them is gone."""
-        pending, result = self.drafter.round.pending, feedback.result
+        if self.stepwise is not None and self.stepwise.begun:
+            self.stepwise.begun = False
+            self._run("leave begun", lambda: self._keep_read(feedback.result.length))
+        else:
+            self._run("leave", lambda: self._leave_draft(feedback))
+
+    def _leave_draft(self, feedback: Feedback) -> None:
+        result = feedback.result
         right = result.length - result.committed
         if self.drafter.model.states is None:  # a head reads accepted tokens again, with the target's states
             right = right + result.accepted
+        self._keep_read(right)
+
+    def _keep_read(self, right: Tensor) -> None:
+        """Keep what was read of the first columns [B] of the text."""
+        pending = self.drafter.round.pending
         pending.cached.copy_(torch.minimum(pending.cached, right))
 
     @contextmanager

@@ -26,21 +26,38 @@ class StepwiseDrafter(Drafter):
         super().__init__(*parts)
         self.all_steps, self.flags = all_steps, HostCopies(self.device)
         self.drafts, self.usual_steps = 1, self.gamma / 2  # to begin with, as if one draft had stopped half-way
+        self.begun = False  # the first step of the next draft was taken
+
+    def begin(self, feedback: Feedback, reached: int) -> None:
+        """Take the first step of the next draft while the host waits for the result of the last one.
+
+        If no draft follows, the step has read the text that the result adds.
+        """
+        self._take_first_step(feedback, self._slots_shown(reached))
+        self.begun = True
+        self._count_steps(1)
 
     def _run_propose(self, feedback: Feedback, is_new: bool, shown: int) -> None:
         if not is_new:
             super()._run_propose(feedback, is_new, shown)
             return
-        run, moved, features, ours = self.buffers.run, feedback.moved, feedback.features, self.only_our_kernels
-        run(("first step", moved, shown, self.model.reread), lambda: self._adopt_and_draft(feedback, shown), ours)
-        steps = 1
+        run, features, ours = self.buffers.run, feedback.features, self.only_our_kernels
+        if not self.begun:
+            self._take_first_step(feedback, shown)
+            self._count_steps(1)
+        self.begun, steps = False, 1
         while steps < self.gamma and self._goes_on():
             run(("step", shown), lambda: self._draft_step(1, shown), ours)
             steps += 1
         run(("send", features is None), lambda: self._send(features), ours)
-        self._count_steps(steps)
+        self.stats.draft_forwards += steps - 1
+        self.stats.draft_positions += steps - 1
         self.drafts += 1
         self.usual_steps += (steps - self.usual_steps) / self.drafts
+
+    def _take_first_step(self, feedback: Feedback, shown: int) -> None:
+        key = "first step", feedback.moved, shown, self.model.reread
+        self.buffers.run(key, lambda: self._adopt_and_draft(feedback, shown), self.only_our_kernels)
 
     def _adopt_and_draft(self, feedback: Feedback, shown: int) -> None:
         self.ops.adopt(feedback.result, feedback.moved)
