@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Assembly(Sources):
         first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first]
         if self._may_plan:
-            self.plans += plans_within(config, self.static_shapes, self._predicted_costs()(0).draft_step)
+            self.plans += plans_within(config, self.static_shapes, self._predicted_costs(0).draft_step)
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
         # Before a stage is captured, which contains where they are. A round may be in flight when the host finds that a
@@ -170,24 +171,21 @@ class Assembly(Sources):
         assert draft is not None
         known = knowledge_of(target.model, draft.model)
         return Planner(
-            self.plans,
-            self.call.config,
-            self._situation,
-            known,
-            self._predicted_costs(),
+            self.plans, self.call.config, self._situation, known, self._predicted_costs,
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
             is_captured=lambda plan: not self.static_shapes or self._stages(plan) in self.runner.plans_run,
             remaining=lambda: self.stopper.max_length - max(text.lengths),
-        )
+        )  # fmt: skip
 
     @property
     def _situation(self) -> Situation:
         return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads_of(self.runner.device))
 
+    @cached_property
     def _predicted_costs(self) -> Callable[[int], StepCosts]:
-        """Return the step costs that the sizes of the models predict, by length of the text.
+        """The step costs that the sizes of the models predict, by length of the text.
 
         Without a draft the target takes its place: only the costs of its own passes are of use then.
         """
@@ -201,7 +199,7 @@ class Assembly(Sources):
 
     def step_costs(self, context: int) -> StepCosts:
         """Return what steps cost at this length of text: predicted, and corrected by what was measured before."""
-        predicted = self._predicted_costs()(context)
+        predicted = self._predicted_costs(context)
         if self.draft_runner is None or self.samples:
             return predicted
         known = knowledge_of(self.runner.model, self.draft_runner.model)
