@@ -304,6 +304,29 @@ def test_planning_takes_little_of_the_time():
     assert known.ratios and known.unplanned_seconds == 0 < known.evaluation_seconds
 
 
+def test_texts_that_only_differ_are_evaluated_ever_more_rarely():
+    """Each evaluation that confirms the choice puts off the next one; one that changes it does not."""
+    known = Knowledge()
+    planner = planner_for(ALWAYS, known)
+    segments, segment = next_segment(planner, ALWAYS)
+    timing = timing_of(segment, ALWAYS)
+    off = timing._replace(tokens=0.3 * timing.tokens)
+
+    def is_evaluated_after(times):
+        known.evaluation_seconds, known.ratios = timing.seconds, {}
+        known.unplanned_seconds = times * timing.seconds / online.MOST_PLANNING
+        segments.send(off)
+        return bool(known.ratios)
+
+    known.confirmed = 0
+    for times in range(1, 10):
+        assert not is_evaluated_after(times - 0.1) and is_evaluated_after(times)
+    known.confirmed = 50
+    assert not is_evaluated_after(9.9) and is_evaluated_after(10)
+    planner.agreements = lambda: [NEVER] * 4
+    assert is_evaluated_after(10) and known.confirmed == 0
+
+
 def test_autoregressive_choice_is_re_evaluated_ever_more_rarely():
     known, evaluations = Knowledge(), []
     for generation in range(40):

@@ -12,9 +12,11 @@ from transformers import StoppingCriteriaList
 from hf_specbranch import specbranch
 from hf_specbranch.decoding import call, loop
 from hf_specbranch.decoding.drafter import Drafter
+from hf_specbranch.decoding.target import Target
 from hf_specbranch.model_state import every_module
 from hf_specbranch.runtime import cuda_graph
 from hf_specbranch.runtime.cuda_graph import GraphRunner
+from hf_specbranch.runtime.static_buffers import StaticBuffers
 
 from .graphs import EagerGraphs, run_graphs_on_cpu, tokens
 from .models import config, llama, noisy_copy, slowly
@@ -85,7 +87,7 @@ def test_work_of_the_host_hardly_grows_with_the_layers(captured, policy, models)
     assert deep - shallow < 8 * models * 60  # to examine the modules of a layer takes several hundred
 
 
-@pytest.mark.parametrize(("policy", "operations"), [("autoregressive", 140), ("vanilla", 250)])
+@pytest.mark.parametrize(("policy", "operations"), [("autoregressive", 120), ("vanilla", 190)])
 def test_few_operations_and_waits(captured, policy, operations):
     call, seen = warm_call(policy, layers=4), Operations()
     with seen:
@@ -117,6 +119,33 @@ def test_draft_reads_the_prompt_while_the_host_waits(rows, expected, graph_runne
     order.clear()
     model.generate(tokens(9), max_new_tokens=1, do_sample=False, assistant_model=draft, specbranch=settings)
     assert order == ["first token"]  # there is nothing to draft
+
+
+@pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])
+def test_end_tokens_are_read_before_the_device_is_busy(policy, graph_runners, monkeypatch):
+    """They are on the device. The drafter asks for them while the device reads the prompt, which it would wait for."""
+    target, start, known = llama(seed=0), Target.start_prefill, []
+    monkeypatch.setattr(
+        Target, "start_prefill", lambda self: (known.append("eos" in vars(self.text.stopper)), start(self))[1]
+    )
+    asked = {"max_new_tokens": 4, "assistant_model": noisy_copy(target, 0.2, 1), "specbranch": config(policy)}
+    specbranch(target).generate(tokens(9), **asked)
+    assert known == [True]
+
+
+def test_buffers_are_zeroed_at_once():
+    buffers = StaticBuffers(torch.device("cpu"), EagerGraphs("cpu"))
+    kept = buffers.keep("kept", torch.ones(2))
+    for _ in range(2):
+        made = [buffers.tensor(f"{i}", (i,), (torch.long, torch.float32)[i % 2]).fill_(7) for i in range(20)]
+    seen = Operations()
+    with seen:
+        buffers.begin()
+        again = [buffers.tensor(f"{i}", (i,), (torch.long, torch.float32)[i % 2]) for i in range(20)]
+    assert seen.count == 2 and not any(each.any() for each in again) and kept.all()
+    assert [each.data_ptr() for each in again] == [each.data_ptr() for each in made]
+    again[3].fill_(7)
+    assert not buffers.tensor("3", (3,), torch.float32).any()  # asked for a second time
 
 
 def test_a_call_goes_through_a_model_once():
