@@ -263,7 +263,7 @@ def test_wrong_prediction_is_re_evaluated():
     segments, segment = next_segment(planner, NEVER)
     assert segment.plan.policy == "autoregressive"
     planner.agreements = lambda: [ALWAYS] * 4
-    known.next_evaluation = 0
+    known.next_evaluation.clear()
     segment = segments.send(timing_of(segment, ALWAYS))  # a plan without a draft is re-evaluated
     assert segment.plan.max_draft_length == 12 and segment.plan.policy != "autoregressive"
     as_predicted = timing_of(segment, ALWAYS)
@@ -318,13 +318,24 @@ def test_texts_that_only_differ_are_evaluated_ever_more_rarely():
         segments.send(off)
         return bool(known.ratios)
 
-    known.confirmed = 0
-    for times in range(1, 10):
+    known.confirmed.clear()
+    for times in range(1, 5):
         assert not is_evaluated_after(times - 0.1) and is_evaluated_after(times)
-    known.confirmed = 50
-    assert not is_evaluated_after(9.9) and is_evaluated_after(10)
+    known.confirmed[planner.key] = 50
+    assert not is_evaluated_after(4.9) and is_evaluated_after(5)
     planner.agreements = lambda: [NEVER] * 4
-    assert is_evaluated_after(10) and known.confirmed == 0
+    assert is_evaluated_after(5) and not known.confirmed[planner.key]
+
+
+def test_two_settings_are_evaluated_in_turns():
+    """Each has its own schedule: calls that draft do not put off the evaluation of those that do not."""
+    known, other = Knowledge(), replace(SpecBranchConfig(), prompt_lookup_num_tokens=0)
+    keys = [(settings, Situation(1, "graph", True)) for settings in (SpecBranchConfig(), other)]
+    known.generations = 20
+    known.schedule_evaluation(keys[0], drafts=False)
+    known.schedule_evaluation(keys[1], drafts=True)
+    known.generations = 26
+    assert [known.evaluation_is_due(key) for key in keys] == [True, False]
 
 
 def test_autoregressive_choice_is_re_evaluated_ever_more_rarely():
@@ -335,7 +346,7 @@ def test_autoregressive_choice_is_re_evaluated_ever_more_rarely():
         segment = next(planner.segments())
         planner.end(segment, timing_of(segment, NEVER))
         known.evaluation_seconds = 0.0  # however busy the machine is
-    assert sorted(set(evaluations)) == [*range(5), 8, 16, 32]
+    assert sorted(set(evaluations)) == [0, 1, 2, 3, 4, 6, 8, 11, 14, 18, 23, 29, 37]
 
 
 @pytest.mark.parametrize("which", ["good", pytest.param("weak", marks=pytest.mark.slow)])
@@ -473,7 +484,7 @@ def test_plan_that_would_pay_in_the_long_run_is_captured():
         followed, _ = plan_text(ALWAYS, known, CHEAP_DRAFT, is_captured=captured.__contains__)
         captured.update(segment.plan for segment in followed)
         seen.append(followed[-1].plan)
-        known.next_evaluation = 0
+        known.next_evaluation.clear()
     assert seen[0] != best and seen[-1].max_draft_length == best.max_draft_length and len(captured) <= 3
 
 
@@ -535,7 +546,7 @@ def test_each_recent_text_counts_once():
 def test_concurrent_texts_are_kept_apart():
     known, in_flight = Knowledge(), []
     for text in (ALWAYS, NEVER):
-        known.next_evaluation = 0
+        known.next_evaluation.clear()
         planner = planner_for(text, known)
         in_flight.append((planner, next_segment(planner, text)[1], text))
     for planner, segment, text in in_flight:

@@ -53,9 +53,10 @@ def test_draft_is_left_alone_where_it_does_not_pay(rested, target):
 
 def test_draft_is_tried_again_once_that_is_cheap(rested):
     model, draft, known, touched = rested
-    known.evaluation_seconds, known.next_evaluation = 0.0, known.generations
+    known.evaluation_seconds, (key,) = 0.0, known.choices
+    known.next_evaluation[key] = known.generations
     model.generate(**run(30), assistant_model=draft)
-    assert "forward" in touched and known.next_evaluation > known.generations
+    assert "forward" in touched and known.next_evaluation[key] > known.generations
     touched.clear()
     model.generate(**run(31), assistant_model=draft)
     assert not touched
@@ -85,7 +86,7 @@ def test_trying_takes_a_bounded_fraction_of_the_time():
     for _ in range(2_000):
         if known.resting_choice(settings, 1, 0) is None:
             trials += 1
-            known.schedule_evaluation()
+            known.schedule_evaluation((settings, situation), drafts=False)
             known.unplanned_seconds = 0.0
         known.end_rest(settings, 1, tokens=11, seconds=0.015)
     assert 4 < trials < MOST_TRYING * 2_000 * 0.015 / 0.025 + 1

@@ -162,7 +162,7 @@ def test_short_answers_are_given_without_a_draft():
         simulation.generate(text_of(seed, 16))
     assert {choice.plan.policy for choice in simulation.known.choices.values()} == {"autoregressive"}
     for seed in range(16):
-        simulation.known.next_evaluation = 0
+        simulation.known.next_evaluation.clear()
         simulation.generate(text_of(seed, 400), most=400)
     assert {choice.plan.policy for choice in simulation.known.choices.values()} == {"vanilla"}
 
@@ -175,7 +175,7 @@ def test_draft_is_taken_up_again_when_texts_become_longer():
     known = simulation.known
     (key,) = known.shelved
     assert known.choices[key].plan.policy == "autoregressive"
-    known.next_evaluation, rested = 1000, 0
+    known.next_evaluation[key], rested = 1000, 0
     while known.resting_choice(SpecBranchConfig(), 1, 0) is not None:
         known.end_rest(SpecBranchConfig(), 1, tokens=128, seconds=0.18)
         rested += 1

@@ -78,7 +78,9 @@ class LookupBesideDraft:
         if count:
             if self.current is self.drafter:
                 self.left = list(self.lookup.lookup.text.lengths)
-                self._leave(feedback)
+                self._run("leave", lambda: self._leave(feedback))
+                if self.stepwise is not None:
+                    self.stepwise.begun = False
             self.current, self.name = self.lookup, self.lookup.name
             return self._with_skipped_token(self.lookup.look_up(count))
         if self.current is self.drafter:
@@ -122,22 +124,10 @@ class LookupBesideDraft:
 
     def _leave(self, feedback: Feedback) -> None:
         """Note which columns the draft model has read of the text; what it drafted after them is gone."""
-        if self.stepwise is not None and self.stepwise.begun:
-            self.stepwise.begun = False
-            self._run("leave begun", lambda: self._keep_read(feedback.result.length))
-        else:
-            self._run("leave", lambda: self._leave_draft(feedback))
-
-    def _leave_draft(self, feedback: Feedback) -> None:
-        result = feedback.result
+        pending, result = self.drafter.round.pending, feedback.result
         right = result.length - result.committed
         if self.drafter.model.states is None:  # a head reads accepted tokens again, with the target's states
             right = right + result.accepted
-        self._keep_read(right)
-
-    def _keep_read(self, right: Tensor) -> None:
-        """Keep what was read of the first columns [B] of the text."""
-        pending = self.drafter.round.pending
         pending.cached.copy_(torch.minimum(pending.cached, right))
 
     @contextmanager

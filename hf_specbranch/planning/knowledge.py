@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf, isfinite, log
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -22,7 +22,9 @@ from .store import Entries, PairFile, file_of
 RECENT_TEXTS = 8  # how many recordings are kept
 RECENT_LENGTHS = 16  # how many lengths of texts are kept
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
-EVALUATE_EVERY = 64  # generations, at least
+# A fraction more generations, by whether the choice drafts (if not, nothing else shows that it is wrong); and at most
+# so many more.
+EVALUATE_AFTER, EVALUATE_EVERY = {True: 1.0, False: 0.25}, 64
 CHECK_EVERY = 16  # generations; where stages are not captured, plain decoding is compared with a draft so often
 # A text without a draft says nothing about what a draft could do, so now and then the draft reads one. That must not
 # take more than this fraction of the time.
@@ -47,6 +49,9 @@ class Situation(NamedTuple):
         return abs(log(self.rows / other.rows)) + OTHER_THREADS * (self.threads != other.threads)
 
 
+Key: TypeAlias = tuple[SpecBranchConfig, Situation]  # the user's settings, and where they apply
+
+
 @dataclass
 class Knowledge:
     """What earlier generations have shown about a pair.
@@ -62,10 +67,11 @@ class Knowledge:
             situation and the user's settings.
         lengths: new tokens of the last texts.
         generations: how many generations have been timed.
-        next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took.
+        next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took, per situation
+            and the user's settings.
         evaluation_seconds: how long the last evaluation took.
         unplanned_seconds: of generation since then.
-        confirmed: how many evaluations in a row have kept the choice.
+        confirmed: how many evaluations in a row have kept a choice that drafts, per situation and the user's settings.
         copy_gains: how many times faster texts are with cheaper copies of the draft, by their form (`draft_choice`).
         step_gains: how many times faster a step of these copies is.
         texts: recordings of agreement on the last texts.
@@ -74,17 +80,17 @@ class Knowledge:
     """
 
     factors: dict[Situation, CostFactors] = field(default_factory=dict)
-    choices: dict[tuple[SpecBranchConfig, Situation], Choice] = field(default_factory=dict)
+    choices: dict[Key, Choice] = field(default_factory=dict)
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
     missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
-    rivals: dict[tuple[SpecBranchConfig, Situation], tuple[SpecBranchConfig, float]] = field(default_factory=dict)
-    shelved: dict[tuple[SpecBranchConfig, Situation], tuple[Choice, float]] = field(default_factory=dict)
+    rivals: dict[Key, tuple[SpecBranchConfig, float]] = field(default_factory=dict)
+    shelved: dict[Key, tuple[Choice, float]] = field(default_factory=dict)
     lengths: list[float] = field(default_factory=list)
     generations: int = 0
-    next_evaluation: int = 0
+    next_evaluation: dict[Key, int] = field(default_factory=dict)
     evaluation_seconds: float = 0.0
     unplanned_seconds: float = 0.0
-    confirmed: int = 0
+    confirmed: dict[Key, int] = field(default_factory=dict)
     copy_gains: dict[str, float] = field(default_factory=dict)
     step_gains: dict[str, float] = field(default_factory=dict)
     texts: RecentTexts = field(default_factory=lambda: RecentTexts(RECENT_TEXTS))
@@ -101,16 +107,22 @@ class Knowledge:
             self.factors[situation] = found
         return found
 
-    def evaluation_is_due(self) -> bool:
+    def evaluation_is_due(self, key: Key) -> bool:
         """Return whether to re-evaluate the choice, although its rounds went as predicted."""
         always = self.generations <= EVALUATE_ALWAYS
         is_cheap = self.evaluation_seconds <= MOST_TRYING * self.unplanned_seconds
-        return self.generations >= self.next_evaluation and (always or is_cheap)
+        return self.generations >= self.next_evaluation.get(key, 0) and (always or is_cheap)
 
-    def schedule_evaluation(self) -> None:
-        """Put off the next evaluation: by one text to begin with, then until the number of texts has doubled."""
+    def schedule_evaluation(self, key: Key, drafts: bool) -> None:
+        """Put off the next evaluation: by one text to begin with, then by a fraction of the texts so far.
+
+        Args:
+            key: the user's settings and the situation.
+            drafts: the choice drafts.
+        """
         now = self.generations
-        self.next_evaluation = now + 1 if now < EVALUATE_ALWAYS else now + min(now, EVALUATE_EVERY)
+        further = 1 if now < EVALUATE_ALWAYS else min(1 + int(EVALUATE_AFTER[drafts] * now), EVALUATE_EVERY)
+        self.next_evaluation[key] = now + further
 
     def resting_choice(self, settings: SpecBranchConfig, rows: int, threads: int) -> Choice | None:
         """Return the choice of plain decoding for texts that need not look at the draft; None if the planner must run.
@@ -128,12 +140,13 @@ class Knowledge:
         if any(self._take_up((settings, each)) for each in alike):
             return None
         checked = not all(each.captured for each in alike) and self.generations % CHECK_EVERY == CHECK_EVERY - 1
-        if checked or self.evaluation_is_due() or any(self._worth_capturing(settings, each) for each in alike):
+        keys = [(settings, each) for each in alike]
+        if checked or any(self.evaluation_is_due(key) or self._worth_capturing(key) for key in keys):
             return None
         drafts = any(choice.plan.policy != "autoregressive" for choice in alike.values())
         return None if drafts else next(iter(alike.values()), None)
 
-    def _take_up(self, key: tuple[SpecBranchConfig, Situation]) -> bool:
+    def _take_up(self, key: Key) -> bool:
         """Take up a shelved choice, if texts have become long enough for it; return whether that is so."""
         if key not in self.shelved:
             return False
@@ -152,10 +165,10 @@ class Knowledge:
                 self.miss(key, seconds)
         self.end_text(tokens)
 
-    def _worth_capturing(self, settings: SpecBranchConfig, situation: Situation) -> bool:
-        return self.miss((settings, situation), 0.0)
+    def _worth_capturing(self, key: Key) -> bool:
+        return self.miss(key, 0.0)
 
-    def miss(self, key: tuple[SpecBranchConfig, Situation], seconds: float) -> bool:
+    def miss(self, key: Key, seconds: float) -> bool:
         """Count what a rival would have saved in so much time; return whether that is worth its captures by now."""
         if key not in self.rivals:
             return False
@@ -182,7 +195,7 @@ class Knowledge:
         ]
         ratios = [[plan.to_dict(), ratio] for plan, ratio in list(self.ratios.items())[-MOST_CHOICES:]]
         texts = [_compact(text) for text in self.texts.all() if text.chances]
-        counts = {"generations": self.generations, "next_evaluation": self.next_evaluation}
+        counts = {"generations": self.generations, "next_evaluation": min(self.next_evaluation.values(), default=0)}
         lists = {"choices": choices, "ratios": ratios, "texts": texts, "copy_gains": self.copy_gains}
         further = {"step_gains": self.step_gains, "lengths": self.lengths}
         return {"costs": costs, **lists, **further, **counts}
@@ -209,7 +222,7 @@ class Knowledge:
         generations, next_evaluation = (int(entries.get(name, 0)) for name in ("generations", "next_evaluation"))
         self.lengths = [_positive(tokens) for tokens in entries.get("lengths", ())]
         self.factors, self.choices, self.ratios = factors, choices, ratios
-        self.generations, self.next_evaluation = generations, next_evaluation
+        self.generations, self.next_evaluation = generations, dict.fromkeys(choices, next_evaluation)
         self.copy_gains, self.step_gains = copy_gains, step_gains
         for text in texts:
             self.texts.update(self.texts.begin(), [text])

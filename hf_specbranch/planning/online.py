@@ -42,8 +42,8 @@ EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # Some texts are accepted far better or worse than others. That calls for an evaluation, but it must not take more than
 # this fraction of the time: about 25 ms on a GPU, as long as six rounds of a 7B model. Where texts just differ, and
-# evaluations keep confirming the choice, the fraction becomes smaller, down to a tenth.
-MOST_PLANNING, MOST_CONFIRMED = 0.03, 9
+# evaluations keep confirming that a draft pays, the fraction becomes smaller, down to a fifth.
+MOST_PLANNING, MOST_CONFIRMED = 0.03, 4
 LONGEST_EVALUATION = 0.05  # seconds that one takes in captured stages; the first ones also build kernels and capture
 UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
@@ -215,10 +215,10 @@ class Planner(TextChoices):
         self.known.unplanned_seconds += timing.seconds
         may_pause = ending or segment.plan.policy == "autoregressive"
         is_off = reliable and self._is_off(segment, timing)
-        most_planning = MOST_PLANNING / (1 + min(self.known.confirmed, MOST_CONFIRMED))
+        most_planning = MOST_PLANNING / (1 + min(self.known.confirmed.get(self.key, 0), MOST_CONFIRMED))
         is_off = is_off and self.known.evaluation_seconds <= most_planning * self.known.unplanned_seconds
         missed = self.known.miss(self.key, timing.seconds)
-        return is_off or missed or self.key not in self.known.choices or (may_pause and self._is_due())
+        return is_off or missed or self.key not in self.known.choices or (may_pause and self._is_due(segment.plan))
 
     def _next_choice(self, segment: PlanSegment, timing: SegmentTiming, due: bool, ending: bool = False) -> Choice:
         assert segment.predicted is not None
@@ -243,15 +243,15 @@ class Planner(TextChoices):
         if self.learned:
             self.known.save()
 
-    def _is_due(self) -> bool:
-        """Return whether to re-evaluate although all went as predicted: after each of the first generations, then each
-        time their number has doubled.
+    def _is_due(self, plan: SpecBranchConfig) -> bool:
+        """Return whether to re-evaluate although all went as predicted: after each of the first generations, then ever
+        more rarely.
 
         One text says little, and rounds without a draft say nothing about what a draft could do.
         """
-        if not self.known.evaluation_is_due():
+        if not self.known.evaluation_is_due(self.key):
             return False
-        self.known.schedule_evaluation()
+        self.known.schedule_evaluation(self.key, plan.policy != "autoregressive")
         return True
 
     def _is_off(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
@@ -282,7 +282,10 @@ class Planner(TextChoices):
         seconds = time.perf_counter() - began
         self.known.evaluation_seconds = min(seconds, LONGEST_EVALUATION) if self.captured else seconds
         self.known.unplanned_seconds = 0.0
-        self.known.confirmed = self.known.confirmed + 1 if choice is None or choice.plan == plan else 0
+        drafts = plan.policy != "autoregressive" and choice is not None and choice.plan == plan
+        self.known.confirmed[self.key] = self.known.confirmed.get(self.key, 0) + 1 if drafts else 0
+        if choice is not None and choice.plan.policy == "autoregressive":
+            self.known.schedule_evaluation(self.key, drafts=False)
         return choice
 
     def _evaluated(self, plan: SpecBranchConfig, timing: SegmentTiming, ending: bool) -> Choice | None:
