@@ -15,7 +15,8 @@ from hf_specbranch.kernels.attention import attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.prefill_attention import Tiles, attend_chunk, attend_chunk_reference, tiles_for
 
-from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
+from .dry_runs import recorded_dry_run
+from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds, where_triton_runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 benchmark = importlib.import_module("prefill_attention")
@@ -162,6 +163,17 @@ def test_chunk_is_exact_within_rounding(dtype, heads, size, before, queries, win
     seen = mask.sum(-1)[:, 0, :, None, None].clamp(min=1)  # the mean of n values is about 1 / sqrt(n)
     error = (got - expected).abs() * seen.sqrt()
     assert error.max() < 8 * torch.finfo(dtype).eps and got.isfinite().all()
+
+
+@where_triton_runs
+def test_one_build_serves_every_length():
+    """Passes that are captured have 256 tokens and more; others may have any number, in any number of rows."""
+    with recorded_dry_run() as recorded:
+        for rows, queries in ((1, 256), (4, 257), (3, 300), (8, 66)):
+            query, cache = randn(rows, 4, queries, 64), randn(rows, 2, 512, 64)
+            spans = torch.zeros((rows, 1, queries, 4), dtype=torch.int32, device=DEVICE)
+            attend_chunk(query, cache, cache, spans, scaling=0.125)
+    assert len(recorded.launches) == 4 and len(recorded.specializations) == 1
 
 
 @pytest.mark.gpu

@@ -224,7 +224,7 @@ def _add_block(
     return new_top, total, result
 
 
-@varying("heads", "group", "queries")
+@varying("heads", "group", "queries", "span_row")
 def _chunk_kernel(
     query: Value,
     key: Value,
