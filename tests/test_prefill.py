@@ -224,6 +224,23 @@ def test_planner_reads_in_spare_slots(pair, static_stages, monkeypatch):
     assert torch.equal(out, target.generate(**kwargs)) and len(found) == len(texts) > 0
 
 
+def test_planner_reads_less_of_a_text_of_many_rows(pair, static_stages, monkeypatch):
+    """In captured passes, for which there are not more slots; the whole context would be read kernel by kernel."""
+    target, draft = pair
+    reserve, read, texts = EagerRunner.reserve, prefill.read_in_spare_slots, []
+    monkeypatch.setattr(EagerRunner, "reserve", lambda self, rows, slots: reserve(self, rows, max(slots, 2048)))
+
+    def noted(runner, text, rows, last):
+        texts.append(text.shape[1])
+        return read(runner, text, rows, last)
+
+    monkeypatch.setattr(assembly_module, "read_in_spare_slots", noted)
+    monkeypatch.setattr(assembly_module, "read_agreement", lambda *given: pytest.fail("it was read uncaptured"))
+    kwargs = run(tokens(600).repeat(12, 1), max_new_tokens=40, eos_token_id=None)
+    attached(target).generate(**kwargs, assistant_model=draft, specbranch=SpecBranchConfig())
+    assert set(texts) == {256}
+
+
 @pytest.mark.slow
 def test_samples_follow_the_targets_distribution(read, monkeypatch):
     monkeypatch.setattr(prefill, "MOST", 64 * sampling.ROWS)

@@ -23,7 +23,7 @@ from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner, PlanRun
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
-from ..runtime.prefill import can_read_in_spare_slots, read_in_spare_slots, spare_slots
+from ..runtime.prefill import can_read_in_spare_slots, longest_in_spare_slots, read_in_spare_slots, spare_slots
 from ..runtime.selection import BRANCH_SLOTS
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
@@ -147,6 +147,8 @@ class Assembly(Sources):
         draft, padding = self.draft_runner, int((~self._own_attention[row]).sum())
         assert draft is not None and self.call.draft is not None
         context = min(CONTEXT[self.static_shapes], draft.position_limit or length)
+        if self.static_shapes:  # a longer text of many rows would be read kernel by kernel
+            context = min(context, longest_in_spare_slots(self.call.rows) or context)
         ids = text.ids[row : row + 1, max(padding, length - context) : length].to(draft.device)
         before = max(1, ids.shape[1] - min(new, WINDOW))
         temperature = self.call.temperature if self.samples else 1.0

@@ -126,6 +126,16 @@ def spare_slots(rows: int, length: int) -> int:
     return slots if rows * slots <= MOST_SPARE else 0
 
 
+def longest_in_spare_slots(rows: int) -> int:
+    """Return the longest text that there are spare slots for; 0 if there are too many rows.
+
+    Example:
+        >>> longest_in_spare_slots(1), longest_in_spare_slots(6), longest_in_spare_slots(20)
+        (4096, 512, 0)
+    """
+    return MOST_SPARE // rows // STEP * STEP
+
+
 def can_read_in_spare_slots(runner: EagerRunner, rows: int, length: int, used: int) -> bool:
     """Return whether a text fits into the slots after those in use; recurrent layers need its beginning, too."""
     return not runner.is_recurrent and 0 < spare_slots(rows, length) <= runner.cache.address.capacity - used
