@@ -327,6 +327,38 @@ def test_texts_that_only_differ_are_evaluated_ever_more_rarely():
     assert is_evaluated_after(5) and not known.confirmed[planner.key]
 
 
+def test_one_poor_text_after_good_ones_is_not_evaluated():
+    """Recordings of nothing but texts like that would speak against the draft. Several of them are evaluated."""
+    known, evaluated = Knowledge(), []
+
+    def generate(off):
+        planner = planner_for(lambda: evaluated.append(1) or [ALWAYS], known)
+        segment = next(planner.segments())
+        timing = timing_of(segment, ALWAYS)
+        evaluated.clear()
+        planner.end(segment, timing._replace(tokens=off * timing.tokens))
+        known.generations, known.unplanned_seconds, known.next_evaluation[planner.key] = 100, 1e9, 1000
+        return bool(evaluated)
+
+    assert generate(1.0)  # the first text of a pair
+    assert generate(0.4)  # nothing else to judge it by
+    assert not any(generate(off) for off in (1.0, 1.1, 0.9, 1.0, 0.4, 1.0))
+    assert [generate(0.4) for _ in range(4)] == [False, False, True, True]
+
+
+def test_a_pause_of_the_host_does_not_rule_out_a_plan():
+    """A plan that is not followed is not measured again, so what speaks against it is forgotten."""
+    known, (plan, other) = Knowledge(), every_plan()[:2]
+    known.update_ratio(plan, 0.1)
+    assert known.ratios == {plan: 0.8}
+    for _ in range(5):
+        known.update_ratio(plan, 0.9)
+    assert 0.87 < known.ratios[plan] < 0.9
+    for _ in range(6):
+        known.update_ratio(other, 1.0)
+    assert 0.97 < known.ratios[plan] < 1 == known.ratios[other]
+
+
 def test_two_settings_are_evaluated_in_turns():
     """Each has its own schedule: calls that draft do not put off the evaluation of those that do not."""
     known, other = Knowledge(), replace(SpecBranchConfig(), prompt_lookup_num_tokens=0)

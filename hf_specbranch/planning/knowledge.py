@@ -30,6 +30,12 @@ CHECK_EVERY = 16  # generations; where stages are not captured, plain decoding i
 # take more than this fraction of the time.
 MOST_TRYING = 0.02
 MOST_CHOICES = 32  # choices and ratios that are kept on disk
+LARGEST_STEP = 1.25  # by which one measurement changes the ratio of a plan
+FORGOTTEN = 0.25  # of the ratio of a plan that is not followed, with each evaluation
+FEWEST_PROGRESS = 3  # texts that are judged together; before, each one is judged by itself
+# Plans are re-evaluated if the tokens that rounds commit over the prediction leave these ranges: those of one text, and
+# those of several. Texts differ, and an evaluation takes as long as many rounds.
+EXPECTED_TOKENS, EXPECTED_PROGRESS = (0.6, 1.7), (0.75, 1.4)
 OTHER_THREADS = 100.0  # a distance that is larger than that between any two batch sizes
 SCALE = 1000  # probabilities are kept on disk in thousandths
 
@@ -60,6 +66,8 @@ class Knowledge:
         factors: measured over predicted step costs, per situation.
         choices: the last choice, per situation and the user's settings.
         ratios: measured over predicted speed of each plan that was followed in captured stages.
+        progress: tokens of the last texts, and how many were predicted, since the choice was made, per situation and
+            the user's settings.
         missed: seconds that a plan would have saved, had its stages been captured.
         rivals: the plan that would be faster if its stages were captured, and the share of the time that it would save,
             per situation and the user's settings.
@@ -82,6 +90,7 @@ class Knowledge:
     factors: dict[Situation, CostFactors] = field(default_factory=dict)
     choices: dict[Key, Choice] = field(default_factory=dict)
     ratios: dict[SpecBranchConfig, float] = field(default_factory=dict)
+    progress: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     missed: dict[SpecBranchConfig, float] = field(default_factory=dict)
     rivals: dict[Key, tuple[SpecBranchConfig, float]] = field(default_factory=dict)
     shelved: dict[Key, tuple[Choice, float]] = field(default_factory=dict)
@@ -175,6 +184,28 @@ class Knowledge:
         plan, share = self.rivals[key]
         self.missed[plan] = self.missed.get(plan, 0.0) + share * seconds
         return self.missed[plan] >= self.factors_in(key[1]).capture_seconds
+
+    def update_ratio(self, plan: SpecBranchConfig, measured: float) -> None:
+        """Take half of a new measurement, within limits: a pause of the host may have been in it.
+
+        The ratios of other plans are forgotten bit by bit. Otherwise one that was measured too low would keep its plan
+        from ever being followed, and so measured, again.
+        """
+        for other in self.ratios.keys() - {plan}:
+            self.ratios[other] += FORGOTTEN * (1 - self.ratios[other])
+        known = self.ratios.get(plan, 1.0)
+        self.ratios[plan] = min(max((known + measured) / 2, known / LARGEST_STEP), known * LARGEST_STEP)
+
+    def is_off(self, key: Key, tokens: float, predicted: float) -> bool:
+        """Add a text that has ended; return whether the last texts have other numbers of tokens than predicted.
+
+        Texts differ. If each one that is far below its prediction were recorded, recordings would be of such texts.
+        """
+        texts = self.progress[key] = [*self.progress.get(key, ())[1 - RECENT_TEXTS :], (tokens, predicted)]
+        if len(texts) < FEWEST_PROGRESS:
+            return not EXPECTED_TOKENS[0] < tokens / predicted < EXPECTED_TOKENS[1]
+        relative = sum(each[0] for each in texts) / sum(each[1] for each in texts)
+        return not EXPECTED_PROGRESS[0] < relative < EXPECTED_PROGRESS[1]
 
     def end_text(self, tokens: float) -> None:
         """Count a generation of so many tokens per row."""

@@ -22,7 +22,7 @@ from ..config import SpecBranchConfig
 from .agreement import Agreement
 from .chooser import BLOCK_SIZE, MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
-from .knowledge import CHECK_EVERY, Knowledge, Situation
+from .knowledge import CHECK_EVERY, EXPECTED_TOKENS, Knowledge, Situation
 from .simulate import predict
 from .text_choices import TextChoices
 
@@ -34,9 +34,7 @@ GROWS = 1.2  # times the pass over one token, from which on wider passes in one 
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
 CHECKS = 2  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
 SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
-# A plan is re-evaluated if the time of its rounds, or the tokens they commit, over the prediction leave these ranges.
-# Texts differ in how many tokens a round commits, and an evaluation takes as long as many rounds.
-EXPECTED_TIME, EXPECTED_TOKENS = (0.75, 1.2), (0.6, 1.7)
+EXPECTED_TIME = 0.75, 1.2  # a plan is re-evaluated if the time of its rounds over the prediction leaves this range
 # The draft reads a text in about the time of so many steps. With a large draft on a CPU that takes longer than a better
 # plan saves: at most this fraction of the time since the last evaluation, or a moment.
 READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
@@ -214,7 +212,7 @@ class Planner(TextChoices):
         reliable = self._record(segment, timing)
         self.known.unplanned_seconds += timing.seconds
         may_pause = ending or segment.plan.policy == "autoregressive"
-        is_off = reliable and self._is_off(segment, timing)
+        is_off = reliable and self._is_off(segment, timing, ending)
         most_planning = MOST_PLANNING / (1 + min(self.known.confirmed.get(self.key, 0), MOST_CONFIRMED))
         is_off = is_off and self.known.evaluation_seconds <= most_planning * self.known.unplanned_seconds
         missed = self.known.miss(self.key, timing.seconds)
@@ -254,18 +252,21 @@ class Planner(TextChoices):
         self.known.schedule_evaluation(self.key, plan.policy != "autoregressive")
         return True
 
-    def _is_off(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
+    def _is_off(self, segment: PlanSegment, timing: SegmentTiming, ending: bool) -> bool:
         """Return whether rounds took another time, or committed another number of tokens, than predicted.
 
         Where stages are not captured times vary with the load, and a segment counts only if the one before was off too.
+        At the end of a text its tokens are judged together with those of the last texts.
         """
         assert segment.predicted is not None
         relative_time = timing.seconds / timing.rounds * segment.predicted / segment.tokens_per_pass
-        relative_tokens = timing.tokens / timing.rounds / segment.tokens_per_pass
+        predicted = timing.rounds * segment.tokens_per_pass
         in_time = EXPECTED_TIME[0] < relative_time < EXPECTED_TIME[1]
         self.times_off = 0 if in_time else self.times_off + 1
         off_time = self.times_off > (0 if self.captured else 1)
-        return off_time or not EXPECTED_TOKENS[0] < relative_tokens < EXPECTED_TOKENS[1]
+        if ending:
+            return self.known.is_off(self.key, timing.tokens, predicted) or off_time
+        return off_time or not EXPECTED_TOKENS[0] < timing.tokens / predicted < EXPECTED_TOKENS[1]
 
     # ---- choosing
 
@@ -282,6 +283,7 @@ class Planner(TextChoices):
         seconds = time.perf_counter() - began
         self.known.evaluation_seconds = min(seconds, LONGEST_EVALUATION) if self.captured else seconds
         self.known.unplanned_seconds = 0.0
+        self.known.progress.pop(self.key, None)
         drafts = plan.policy != "autoregressive" and choice is not None and choice.plan == plan
         self.known.confirmed[self.key] = self.known.confirmed.get(self.key, 0) + 1 if drafts else 0
         if choice is not None and choice.plan.policy == "autoregressive":
@@ -299,7 +301,7 @@ class Planner(TextChoices):
             prediction = predict(recorded, plan, costs, self.captured)
             predicted_round = prediction.tokens_per_pass / prediction.tokens_per_second
             ratio = predicted_round * timing.rounds / timing.seconds
-            known.ratios[plan] = (known.ratios.get(plan, 1.0) + ratio) / 2
+            known.update_ratio(plan, ratio)
         texts = self.texts() or ([] if reads else [self.typical])
         if not texts:
             return None
