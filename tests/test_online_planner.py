@@ -368,6 +368,10 @@ def test_two_settings_are_evaluated_in_turns():
     known.schedule_evaluation(keys[1], drafts=True)
     known.generations = 26
     assert [known.evaluation_is_due(key) for key in keys] == [True, False]
+    eager = (keys[0][0], Situation(1, "eager", False))  # one call, and never again
+    known.choices = dict.fromkeys([keys[0], eager], online.Choice(SpecBranchConfig("autoregressive"), 100.0, 1.0))
+    known.schedule_evaluation(keys[0], drafts=False)
+    assert not known.evaluation_is_due(keys[0]) and not known.evaluation_is_due(eager)
 
 
 def test_autoregressive_choice_is_re_evaluated_ever_more_rarely():

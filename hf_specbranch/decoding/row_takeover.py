@@ -62,6 +62,8 @@ def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
         _take_draft(source.lookup, row, tokens)
         if source.left:
             source.left[row] = len(tokens)
+        if source.stepwise is not None:
+            source.stepwise.begun = False  # with the text before
     elif isinstance(source, Drafter):
         pending, length = source.round.pending, len(tokens)
         pending.ids[row, :length] = torch.tensor(tokens, device=pending.device)

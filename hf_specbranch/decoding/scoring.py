@@ -243,7 +243,8 @@ class StaticScorer:
                 memory = buffers.tensor(f"{name}.shortest{index}", (1,))
                 self.shortest[index] = memory.fill_(_shortest(processor))
                 self.ends[index] = buffers.tensor(f"{name}.ends{index}", (vocabulary,), torch.bool)
-                self.ends[index].index_fill_(0, processor.eos_token_id.to(buffers.device), True)  # waits for nothing
+                ends = processor.eos_token_id.to(buffers.device, torch.long).flatten()
+                self.ends[index].index_fill_(0, ends, True)  # waits for nothing
             elif type(processor) in BY_TOKENS:
                 self.ignored[index] = buffers.tensor(f"{name}.ignored{index}", (rows,))
                 if (ignored := ignored_columns(processor)) is not None:

@@ -131,7 +131,10 @@ class Knowledge:
         """
         now = self.generations
         further = 1 if now < EVALUATE_ALWAYS else min(1 + int(EVALUATE_AFTER[drafts] * now), EVALUATE_EVERY)
-        self.next_evaluation[key] = now + further
+        # A situation that no longer occurs must not keep others from resting.
+        alike = (key[0], key[1].rows, key[1].threads)
+        known = [each for each in list(self.choices) if (each[0], each[1].rows, each[1].threads) == alike]
+        self.next_evaluation.update(dict.fromkeys([key, *known], now + further))
 
     def resting_choice(self, settings: SpecBranchConfig, rows: int, threads: int) -> Choice | None:
         """Return the choice of plain decoding for texts that need not look at the draft; None if the planner must run.
@@ -226,7 +229,9 @@ class Knowledge:
         ]
         ratios = [[plan.to_dict(), ratio] for plan, ratio in list(self.ratios.items())[-MOST_CHOICES:]]
         texts = [_compact(text) for text in self.texts.all() if text.chances]
-        counts = {"generations": self.generations, "next_evaluation": min(self.next_evaluation.values(), default=0)}
+        scheduled = [each for each in list(self.next_evaluation.values()) if each > self.generations]
+        next_evaluation = min(scheduled, default=self.generations)
+        counts = {"generations": self.generations, "next_evaluation": next_evaluation}
         lists = {"choices": choices, "ratios": ratios, "texts": texts, "copy_gains": self.copy_gains}
         further = {"step_gains": self.step_gains, "lengths": self.lengths}
         return {"costs": costs, **lists, **further, **counts}
