@@ -196,7 +196,7 @@ class RoundsInFlight:
     def may_go_on(self) -> bool:
         """Whether the device can go on from the result of the last round before the host has read it.
 
-        Of a batch a row may end in that round, which the device must be told first.
+        Not in a batch: if a row ends in that round, the host must tell the device before it goes on.
         """
         return self.can_continue and len(self.text.done) == 1 and not self.text.may_finish(self.tokens)
 
