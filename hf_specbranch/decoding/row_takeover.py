@@ -20,6 +20,7 @@ from .lookup import Lookup, LookupDraft
 from .loop import NoDraft, Parts
 from .resolve import NONE, Feedback, RowResult
 from .several_sources import LookupBesideDraft
+from .stepwise_drafter import StepwiseDrafter
 from .text import Text
 from .text_index import NO_MATCH, TextIndex
 
@@ -62,13 +63,13 @@ def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
         _take_draft(source.lookup, row, tokens)
         if source.left:
             source.left[row] = len(tokens)
-        if source.stepwise is not None:
-            source.stepwise.begun = False  # with the text before
     elif isinstance(source, Drafter):
         pending, length = source.round.pending, len(tokens)
         pending.ids[row, :length] = torch.tensor(tokens, device=pending.device)
         for memory in (pending.start, pending.end, pending.cached):
             memory[row] = length - 1
+        if isinstance(source, StepwiseDrafter):
+            source.begun = False  # with the text before
     elif isinstance(source, LookupDraft):
         _take_lookup(source.lookup, row, tokens)
     elif not isinstance(source, NoDraft):
