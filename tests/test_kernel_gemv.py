@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, fits, gemv, kernel_takes
 from hf_specbranch.kernels.linear import PLANS
+from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
 from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.layers.quantised import Operands, candidate_plans
@@ -47,6 +48,23 @@ def test_kernel_gated_gemv(kind, rows, activation, plan):
     x = randn(rows, 1024)
     expected = gated_reference(quantised_reference(x, packed, None), activation)
     assert_close(gemv(x, packed, None, plan, activation), expected)
+
+
+@on_kernels
+@given(st.sampled_from(["float8", "int8", "symmetric"]), rows, st.sampled_from([PLAIN, GEMMA]), plans, st.booleans())
+@example("float8", 1, PLAIN, GEMV_PLANS[0], False)
+@example("int8", 4, GEMMA, GEMV_PLANS[2], True)
+def test_kernel_gemv_normalises_and_adds(kind, rows, form, plan, gated):
+    """Rows differ by orders of magnitude, as residuals do; each has a factor of its own."""
+    torch.manual_seed(0)
+    packed, _ = random_packed(kind, 48, 896, 128, torch.float32, DEVICE)
+    x = randn(rows, 896) * 10.0 ** torch.arange(-1, rows - 1, device=DEVICE)[:, None]
+    norm, residual = Norm(randn(896), 1e-6, form), randn(rows, 24 if gated else 48)
+    expected = quantised_reference(norm_reference(x, norm), packed, None)
+    if gated:
+        expected = gated_reference(expected, "silu")
+    got = gemv(x, packed, None, plan, "silu" if gated else None, norm, residual)
+    assert_close(got, residual + expected)
 
 
 @on_kernels

@@ -46,6 +46,7 @@ from hf_specbranch.kernels.norm import (
     Norm,
     add_norm,
     add_norm_reference,
+    norm_reference,
     rms_norm,
     rms_norm_reference,
 )
@@ -338,5 +339,6 @@ def test_substitute_down_weights_cost_no_memory():
     down = autotune._down(weight)
     assert down.shape == (5, 12) and down.is_contiguous() and down.data_ptr() == weight.data_ptr()
     x = torch.randn(2, 5)
-    expected = gated_reference(x @ weight.T, "silu") @ down.T
-    torch.testing.assert_close(autotune._product("gated", None, x, weight, None), expected)
+    norm = autotune._unit_norm(x)
+    expected = gated_reference(norm_reference(x, norm) @ weight.T, "silu") @ down.T
+    torch.testing.assert_close(autotune._product("gated", None, x, norm, weight, None), expected)

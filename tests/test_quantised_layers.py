@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GemmaConfig, Qwen2Config
 
 from hf_specbranch import specbranch
+from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
 from hf_specbranch.kernels import autotune
 from hf_specbranch.kernels.autotune import PlanCache, read_plans
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.checksum import checksum
+from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import Partials, Plan
+from hf_specbranch.kernels.norm import add_norm, normalise
 from hf_specbranch.kernels.packed import dequantise
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
@@ -26,6 +30,7 @@ from hf_specbranch.planning.sizes import size_of
 from hf_specbranch.runtime.fingerprint import fingerprint
 from hf_specbranch.runtime.selection import why_not_captured
 
+from .families import make_tiny
 from .graphs import Comparison, tokens
 from .kernels import DEVICE, logits_over_branches
 from .models import config, noisy_copy, slowly
@@ -122,7 +127,29 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
 
     monkeypatch.setattr(QuantisedProduct, "_plan", plan)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=5e-2, rtol=5e-2)
-    assert set(kinds) == {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
+    usual = {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
+    assert set(kinds) == usual | (set() if kind is GptqLinear else {"normed"})  # whether that is faster was asked
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@pytest.mark.parametrize(("family", "weights"), [(Qwen2Config, "float8"), (GemmaConfig, "int8")])
+def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeypatch):
+    """A layer then launches four products, and the model one norm: the last."""
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
+    draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(DEVICE, torch.float16)
+    model = copy_of(draft, DraftForm(weights))
+    fuse(model)
+    expected, norms = logits_over_branches(model, fused, DEVICE), []
+    monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
+    monkeypatch.setattr("hf_specbranch.layers.norm.normalise", counted(normalise, norms))
+    monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
+    torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
+    assert len(norms) == 1
+
+
+def counted(function, calls):
+    return lambda *given: calls.append(1) or function(*given)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from hf_specbranch.bench.limit import copy_bandwidth
 from hf_specbranch.kernels.autotune import DEQUANTISE, Kind, seconds_of_each
 from hf_specbranch.kernels.dequantise import dequantised
 from hf_specbranch.kernels.linear import Plan
+from hf_specbranch.kernels.norm import Norm, normalise
 from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
@@ -61,8 +62,9 @@ def product_times(name: str, shape: str, rows: int) -> dict[Plan, float]:
     operands = [Operands([weight], [None]) for weight in weights_of(name, columns, depth)]
     x = torch.randn((rows, depth), device="cuda", dtype=torch.bfloat16)
 
-    def product(x: Tensor, each: Operands, plan: Plan | None) -> Any:
+    def product(x: Tensor, norm: Norm, each: Operands, plan: Plan | None) -> Any:
         assert plan is not None
+        x = normalise(x, norm)
         return each.gated(x, "silu", plan) if kind == "gated" else each.product(x, plan)
 
     seconds = seconds_of_each(product, operands, x, candidate_plans(x, operands, kind))
@@ -73,7 +75,8 @@ def dequantise_times(shape: str) -> dict[Plan | None, float]:
     """Return the microseconds in which the kernel dequantises a weight, and torch (None)."""
     columns, depth, _ = SHAPES[shape]
 
-    def weight(x: Tensor, each: Packed, plan: Plan | None) -> Tensor:
+    def weight(x: Tensor, norm: Norm, each: Packed, plan: Plan | None) -> Tensor:
+        normalise(x, norm)
         if plan is not None:
             return dequantised(each, x.dtype)
         return each.data.to(x.dtype).view(columns, -1, 128) * each.scale.to(x.dtype)[:, :, None]

@@ -18,13 +18,15 @@ from .backend import can_run, power_of_two, triton
 from .gated import gated_product
 from .gemv import MOST_ROWS as FEW_ROWS
 from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
-from .norm import rms_norm
+from .norm import Norm, normalise
 from .parallel_build import is_dry_run
 
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.97  # a plan must beat torch by this factor: measurements of a few microseconds scatter
-Kind = Literal["split-k", "whole", "gated"]  # of products: see `linear_split_k`, `linear`, `gated_product`
+# Of products: see `linear_split_k`, `linear`, `gated_product`; the last two compute a norm of their input as well.
+Kind = Literal["split-k", "whole", "gated", "normed", "normed-gated"]
+Measured = Callable[[Tensor, Norm, Any, Plan | None], Tensor | Partials]  # x, norm, weight, plan -> norm(x) W^T
 DEQUANTISE = Plan(splits=1, stages=0)  # stored where many rows are multiplied faster by a weight that we dequantise
 
 
@@ -127,11 +129,14 @@ def known_plan(weight: Tensor, rows: int, kind: Kind) -> tuple[bool, Plan | None
     return plans.find(_key(weight, rows, kind))
 
 
-def _product(kind: Kind, following: Plan | None, x: Tensor, weight: Tensor, plan: Plan | None) -> Tensor | Partials:
+def _product(
+    kind: Kind, following: Plan | None, x: Tensor, norm: Norm, weight: Tensor, plan: Plan | None
+) -> Tensor | Partials:
     """Compute what is measured.
 
     The down product follows gate and up at once, and programs of both share the GPU for a while: it is measured too.
     """
+    x = normalise(x, norm)
     if kind == "gated":
         return linear_split_k(gated_product(x, weight, None, "silu", plan), _down(weight), None, following)
     return linear_split_k(x, weight, None, plan)
@@ -157,7 +162,7 @@ def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
 
 
 def autotune_quantised(
-    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
+    product: Measured,
     weights: Sequence[Any],
     x: Tensor,
     name: str,
@@ -168,7 +173,7 @@ def autotune_quantised(
     """Return the fastest plan for products with quantised weights, or None where no plan runs.
 
     Args:
-        product: computes x W^T for one of the weights, by a plan.
+        product: computes norm(x) W^T for one of the weights, by a plan.
         weights: all weights of one shape and format.
         x: [rows, K]; 2 to 4 rows share a plan, 5 to 16, and 17 to 32.
         name: of the format; part of the key.
@@ -184,7 +189,7 @@ def autotune_quantised(
         return plan
     if is_dry_run():
         for each in candidates:
-            product(x, weights[0], each)
+            product(x, _unit_norm(x), weights[0], each)
         return None
     seconds = seconds_of_each(product, weights, x, candidates)
     plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
@@ -235,12 +240,19 @@ def _eager_seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def seconds_of_each(
-    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
+    product: Measured,
     weights: Sequence[Any],
     x: Tensor,
     candidates: Sequence[Plan | None],
 ) -> dict[Plan | None, float]:
-    """Return the seconds of a norm and a product for each plan that runs, measured in a captured graph."""
+    """Return the seconds of a norm and a product for each plan that runs, measured in a captured graph.
+
+    Args:
+        product: computes both, in one launch or more.
+        weights: all weights of one shape and format.
+        x: [rows, K].
+        candidates: the plans.
+    """
     seconds: dict[Plan | None, float] = {}
     for plan in candidates:
         try:
@@ -251,19 +263,14 @@ def seconds_of_each(
 
 
 @torch.no_grad()
-def _seconds(
-    product: Callable[[Tensor, Any, Plan | None], Tensor | Partials],
-    weights: Sequence[Any],
-    x: Tensor,
-    plan: Plan | None,
-) -> float:
+def _seconds(product: Measured, weights: Sequence[Any], x: Tensor, plan: Plan | None) -> float:
     """Measure a norm and a product: after a small kernel the product has time to set up, as in a layer.
 
     The weights alternate, so that they come from memory rather than from a cache.
     """
-    scale = torch.ones_like(x[0])
+    norm = _unit_norm(x)
     calls = min(24, max(8, len(weights)))
-    product(rms_norm(x, scale, 1e-6)[0], weights[0], plan)  # compiled outside the capture
+    product(x, norm, weights[0], plan)  # compiled outside the capture
     stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(x.device))
     times: list[float] = []
@@ -271,7 +278,7 @@ def _seconds(
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in range(calls):
-                product(rms_norm(x, scale, 1e-6)[0], weights[call % len(weights)], plan)
+                product(x, norm, weights[call % len(weights)], plan)
         finally:
             graph.capture_end()
         for _ in range(4):
@@ -288,9 +295,12 @@ def _seconds(
 def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
     """Build the kernels that a measurement would run, in a dry run."""
     x = weight.new_zeros((rows, weight.shape[1]))
-    rms_norm(x, torch.ones_like(x[0]), 1e-6)
     for plan in _candidates(weight, rows, kind):
-        _product(kind, None, x, weight, plan)
+        _product(kind, None, x, _unit_norm(x), weight, plan)
+
+
+def _unit_norm(x: Tensor) -> Norm:
+    return Norm(torch.ones_like(x[0]), 1e-6)
 
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:

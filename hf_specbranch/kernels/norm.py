@@ -150,6 +150,13 @@ def add_norm(
     return None if norm is None else out, total
 
 
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """Return norm(x)."""
+    normed, _ = add_norm(x, None, norm)
+    assert normed is not None
+    return normed
+
+
 def add_norm_reference(
     x: Tensor,
     residual: Tensor | None,

@@ -91,12 +91,20 @@ class AttentionForward(Replacement):
         out, _ = specbranch_attention(
             self.module, query, key, value, attention_mask, self.module.scaling, softcap=self.softcap, s_aux=self.sinks
         )
+        if self.ahead.around is not None:
+            return self.output.added(out.flatten(2), self.ahead.around.residual), None
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
 
+    def fuses_around(self, x: Tensor) -> bool:
+        return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
+
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
-        product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
+        if self.ahead.around is not None:
+            product: Tensor | Partials = self.inputs.normed(hidden_states, self.ahead.around.norm)
+        else:
+            product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
         if self.width_norms:
             product = norm_widths(product, *self.width_norms)
         splits, terms = ((len(product.terms),), product.terms) if isinstance(product, Partials) else ((), product)

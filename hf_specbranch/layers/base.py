@@ -51,6 +51,10 @@ class Replacement:
         """
         return None
 
+    def fuses_around(self, x: Tensor) -> bool:
+        """Return whether this can normalise its input x, and add a residual to its output, without further launches."""
+        return False
+
     def compared(self, output: Any) -> Tensor:
         """Return what of an output, of the module or of this replacement, must agree."""
         return tensor_of(output)
@@ -68,8 +72,20 @@ class ThreadForward:
 
 def gives_partials(module: nn.Module) -> bool:
     """Return whether a module runs through a replacement that may return split-K partials."""
+    ours = _replacement_of(module)
+    return ours is not None and ours.gives_partials
+
+
+def fuses_around(module: nn.Module, x: Tensor) -> bool:
+    """Return whether a module runs through a replacement that normalises x and adds a residual in its own launches."""
+    ours = _replacement_of(module)
+    return ours is not None and ours.fuses_around(x)
+
+
+def _replacement_of(module: nn.Module) -> Replacement | None:
     forward = vars(module).get("forward")
-    return isinstance(forward, ThreadForward) and getattr(forward.ours, "gives_partials", False)
+    ours = forward.ours if isinstance(forward, ThreadForward) else None
+    return ours if isinstance(ours, Replacement) else None
 
 
 def untouched(module: Any) -> bool:

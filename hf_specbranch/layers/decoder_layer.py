@@ -1,4 +1,4 @@
-"""Decoder layers: the sums of their residuals in the kernels of their norms."""
+"""Decoder layers: the sums of their residuals in the kernels of their norms, or both in the products around them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..kernels.gemv import takes_norm
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm, add_norm
-from .base import Arguments, Replacement, gives_partials, layer_done, submodules, untouched
+from .base import Arguments, Replacement, fuses_around, gives_partials, layer_done, submodules, untouched
 from .mixture import looks_like_mixture
-from .norm import Ahead, parameters_of, shared_form
+from .norm import Ahead, Around, parameters_of, shared_form
 
 
 class Structure(NamedTuple):
@@ -51,7 +52,7 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 
 class LayerForward(Replacement):
-    """Replaces a decoder layer. The kernel of the next norm does each sum of a residual.
+    """Replaces a decoder layer. The kernel of the next norm does each sum of a residual, or the product before it.
 
     Args:
         module: the layer.
@@ -70,12 +71,31 @@ class LayerForward(Replacement):
         self.is_recurrent = any(self.attention is getattr(module, name, None) for name in RECURRENT_NAMES)
         self.scale = float(getattr(module, "residual_multiplier", 1.0))
         self.has_ties = looks_like_mixture(self.mlp)
+        norms = [parameters_of(norm, form) for norm in layer_norms(module)]
+        self.is_plain = structure == STRUCTURES[0] and self.scale == 1.0 and all(map(takes_norm, norms))
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        structure, residual = self.structure, hidden_states
-        names = ("attention_mask", "position_ids", "past_key_values")
+        given = {**dict(zip(("attention_mask", "position_ids", "past_key_values"), args)), **kwargs}
+        fuses = self.is_plain and fuses_around(self.attention, hidden_states) and fuses_around(self.mlp, hidden_states)
+        total = (self._in_products if fuses else self._in_norms)(hidden_states, given)
+        layer_done()
+        return total
+
+    def _in_products(self, x: Tensor, given: dict[str, Any]) -> Tensor:
+        """Run with norms and sums in the launches of the products."""
+        before_attention, before_mlp = (getattr(self.module, name) for name in (INPUT, POST_ATTENTION))
+        self.ahead.around = Around(parameters_of(before_attention, self.form), x)
+        x = self._attend(x, given)
+        self.ahead.around = Around(parameters_of(before_mlp, self.form), x)
+        total: Tensor = self.mlp(x)
+        self.ahead.around = None
+        return total
+
+    def _in_norms(self, residual: Tensor, given: dict[str, Any]) -> Tensor:
+        """Run with the sum of each residual in the kernel of the next norm."""
+        structure = self.structure
         self.ahead.sums_partials = gives_partials(self.attention)
-        out = self._attend(self._normed(residual, structure.before_attention), {**dict(zip(names, args)), **kwargs})
+        out = self._attend(self._normed(residual, structure.before_attention), given)
         first, also = self._norm(structure.after_mlp), None
         if structure.parallel:
             also = out
@@ -94,7 +114,6 @@ class LayerForward(Replacement):
         normed_total, total = add_norm(out, residual, after, first, also, self.scale)
         if self.following is not None and normed_total is not None:
             self.ahead.known = total, self.following, normed_total
-        layer_done()
         return total
 
     def _attend(self, normed: Tensor, given: dict[str, Any]) -> Any:

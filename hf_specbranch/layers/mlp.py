@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..kernels.activation import recognise_activation
+from ..kernels.activation import MlpActivation, recognise_activation
+from ..kernels.gated import Activation
 from ..kernels.gated import recognise as recognise_gate
 from ..kernels.linear import Partials
 from .base import Replacement, submodules
@@ -26,19 +26,30 @@ class MlpForward(Replacement):
     Args:
         inputs: the product that reads the input.
         output: the product that gives the output.
-        activated: computes what `output` reads.
+        gate: the activation of the gate, if there is one.
+        activation: otherwise.
         ahead: shared by the replacements of the model.
     """
 
     gives_partials = True
 
-    def __init__(self, inputs: Product, output: Product, activated: Callable[[Tensor], Tensor], ahead: Ahead) -> None:
+    def __init__(
+        self, inputs: Product, output: Product, gate: Activation | None, activation: MlpActivation | None, ahead: Ahead
+    ) -> None:
         super().__init__([*inputs.bypassed, *output.bypassed])
-        self.inputs, self.output, self.activated, self.ahead = inputs, output, activated, ahead
+        self.inputs, self.output, self.gate, self.activation, self.ahead = inputs, output, gate, activation, ahead
 
     def __call__(self, x: Tensor) -> Tensor | Partials:
+        if (around := self.ahead.around) is not None and self.gate is not None:
+            return self.output.added(self.inputs.normed_gated(x, self.gate, around.norm), around.residual)
         product = self.output.split_k if self.ahead.sums_partials else self.output
-        return product(self.activated(x))
+        if self.gate is not None:
+            return product(self.inputs.gated(x, self.gate))
+        assert self.activation is not None
+        return product(self.inputs.activated(x, self.activation))
+
+    def fuses_around(self, x: Tensor) -> bool:
+        return self.gate is not None and self.inputs.fuses(x, "normed-gated") and self.output.fuses(x, "whole")
 
 
 def recognise_mlp(module: Any, tuned: Tuned, ahead: Ahead) -> MlpForward | None:
@@ -52,9 +63,9 @@ def recognise_mlp(module: Any, tuned: Tuned, ahead: Ahead) -> MlpForward | None:
     function = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     gate, plain = recognise_gate(function), recognise_activation(function)
     if gate is not None and inputs.out_features == 2 * output.in_features:
-        return MlpForward(inputs, output, partial(inputs.gated, activation=gate), ahead)
+        return MlpForward(inputs, output, gate, None, ahead)
     if plain is not None and inputs.out_features == output.in_features:
-        return MlpForward(inputs, output, partial(inputs.activated, activation=plain), ahead)
+        return MlpForward(inputs, output, None, plain, ahead)
     return None
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..kernels.backend import FLOATS
-from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, add_norm, norm_reference
+from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, norm_reference, normalise
 from .base import Call, Replacement, untouched
 from .check import agreeing, distinguishing_call, errors_of
+
+
+class Around(NamedTuple):
+    """What attention or MLP computes besides, in the launches of its products."""
+
+    norm: Norm  # of its input
+    residual: Tensor  # added to its output
 
 
 class Ahead:
@@ -22,18 +29,17 @@ class Ahead:
     def __init__(self) -> None:
         self.known: tuple[Tensor, nn.Module, Tensor] | None = None  # (x, norm, norm(x))
         self.sums_partials = False  # the next norm of the layer that runs sums split-K partials
+        self.around: Around | None = None  # for the attention or the MLP that the layer calls next
 
     def forget(self) -> None:
         """Drop what was computed for one pass."""
-        self.known, self.sums_partials = None, False
+        self.known, self.sums_partials, self.around = None, False, None
 
     def normed(self, x: Tensor, norm: Any, form: NormForm) -> Tensor:
         """Return norm(x), which the kernel that computed x may have computed too."""
         if self.known is not None and self.known[0] is x and self.known[1] is norm:
             return self.known[2]
-        normed, _ = add_norm(x, None, parameters_of(norm, form))
-        assert normed is not None
-        return normed
+        return normalise(x, parameters_of(norm, form))
 
 
 class NormForward(Replacement):

@@ -12,6 +12,7 @@ from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.gated import Activation, gated, gated_product
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
+from ..kernels.norm import Norm, normalise
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
@@ -84,6 +85,27 @@ class Product:
     def gated(self, x: Tensor, activation: Activation) -> Tensor:
         """Compute act(gate) * up, where the first half of the product is the gate."""
         return gated(self(x), activation)
+
+    def fuses(self, x: Tensor, kind: Kind) -> bool:
+        """Return whether `normed`, `normed_gated` or, for a "whole" product, `added` is one launch, and a fast one.
+
+        Args:
+            x: the input, or any tensor of as many rows.
+            kind: "normed", "normed-gated" or "whole".
+        """
+        return False
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """Compute the product of norm(x)."""
+        return self(normalise(x, norm))
+
+    def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
+        """Compute act(gate) * up of norm(x)."""
+        return self.gated(normalise(x, norm), activation)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Compute residual + product."""
+        return residual + self(x)
 
     def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
         """Compute act(product)."""

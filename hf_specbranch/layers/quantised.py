@@ -14,7 +14,9 @@ from ..kernels.dequantise import fits as can_dequantise
 from ..kernels.dequantise import product_of_many_rows
 from ..kernels.gated import Activation
 from ..kernels.gemv import GEMV_PLANS, fits, gemv
+from ..kernels.gemv import MOST_ROWS as FEW_ROWS
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
+from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
 from .product import Product, Tuned
@@ -28,22 +30,29 @@ class Operands(NamedTuple):
     weights: list[Packed]
     biases: list[Tensor | None]
 
-    def product(self, x: Tensor, plan: Plan) -> Tensor | Partials:
-        """Compute x W^T + bias of all layers."""
+    def product(
+        self, x: Tensor, plan: Plan, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor | Partials:
+        """Compute x W^T + bias of all layers, of norm(x) if it is given, and add a residual if one is."""
         if len(self.weights) == 1 and fits(x, self.weights[0], self.biases[0], plan):
-            return gemv(x, self.weights[0], self.biases[0], plan)
-        return quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
+            return gemv(x, self.weights[0], self.biases[0], plan, None, norm, residual)
+        x = x if norm is None else normalise(x, norm)
+        product = quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
+        if residual is None:
+            return product
+        return residual + (product.sum() if isinstance(product, Partials) else product)
 
     def of_many_rows(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias of all layers, one weight dequantised after the other."""
         products = [product_of_many_rows(x, weight, bias) for weight, bias in zip(self.weights, self.biases)]
         return torch.cat(products, -1) if len(products) > 1 else products[0]
 
-    def gated(self, x: Tensor, activation: Activation, plan: Plan) -> Tensor:
-        """Compute act(gate) * up of layers that are one product."""
+    def gated(self, x: Tensor, activation: Activation, plan: Plan, norm: Norm | None = None) -> Tensor:
+        """Compute act(gate) * up of layers that are one product, of norm(x) if it is given."""
         (weight,), (bias,) = self
         if fits(x, weight, bias, plan):
-            return gemv(x, weight, bias, plan, activation)
+            return gemv(x, weight, bias, plan, activation, norm)
+        x = x if norm is None else normalise(x, norm)
         return quantised_gated(x, weight, bias, activation, with_tensor_cores(plan))
 
 
@@ -55,7 +64,7 @@ def with_tensor_cores(plan: Plan) -> Plan:
 def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list[Plan]:
     """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format."""
     plans = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
-    plans = [plan for plan in plans if plan.splits == 1 or kind == "split-k"]
+    plans = [plan for plan in plans if plan.splits == 1 or kind in ("split-k", "normed")]
     if any(len(operands.weights) > 1 for operands in products):
         return plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
@@ -95,6 +104,36 @@ class QuantisedProduct(Product):
         if operands is None or len(operands.weights) > 1 or (plan := self._plan(x, "gated")) is None:
             return super().gated(x, activation)
         return operands.gated(x, activation, plan)
+
+    def fuses(self, x: Tensor, kind: Kind) -> bool:
+        if x.dtype not in HALF_PRECISION or not 0 < x.numel() <= FEW_ROWS * x.shape[-1]:
+            return False
+        operands, rows = self._operands(), x.numel() // x.shape[-1]
+        if operands is None or len(operands.weights) > 1:
+            return False
+        plan = self._plan(x.new_empty((rows, self.in_features)), kind)
+        return plan is not None and plan.warps > 0
+
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
+        operands, plan = self._operands(), self._plan(x, "normed")
+        if operands is None or plan is None:
+            return super().normed(x, norm)
+        product = operands.product(x, plan, norm)
+        return product.sum() if isinstance(product, Partials) else product
+
+    def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
+        operands, plan = self._operands(), self._plan(x, "normed-gated")
+        if operands is None or plan is None or len(operands.weights) > 1:
+            return super().normed_gated(x, activation, norm)
+        return operands.gated(x, activation, plan, norm)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        operands, plan = self._operands(), self._plan(x, "whole")
+        if operands is None or plan is None:
+            return super().added(x, residual)
+        product = operands.product(x, plan, residual=residual)
+        assert not isinstance(product, Partials)
+        return product
 
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
@@ -139,9 +178,12 @@ class QuantisedProduct(Product):
         if not x.is_cuda:
             return None
 
-        def product(x: Tensor, operands: Operands, plan: Plan | None) -> Tensor | Partials:
+        def product(x: Tensor, norm: Norm, operands: Operands, plan: Plan | None) -> Tensor | Partials:
             assert plan is not None
-            return operands.gated(x, "silu", plan) if kind == "gated" else operands.product(x, plan)
+            given = (x, norm) if kind in ("normed", "normed-gated") else (normalise(x, norm), None)
+            if kind in ("gated", "normed-gated"):
+                return operands.gated(given[0], "silu", plan, given[1])
+            return operands.product(given[0], plan, given[1])
 
         every = [operands for each in self.alike if (operands := each._operands()) is not None]
         flat = x.reshape(-1, x.shape[-1])
