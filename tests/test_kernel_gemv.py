@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS, MOST_ROWS, fits, gemv, kernel_takes
+from hf_specbranch.kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from hf_specbranch.kernels.linear import PLANS
 from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
 from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
+from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
 from .kernels import DEVICE, assert_close, dtypes, on_kernels, randn, seeds
@@ -65,6 +67,30 @@ def test_kernel_gemv_normalises_and_adds(kind, rows, form, plan, gated):
         expected = gated_reference(expected, "silu")
     got = gemv(x, packed, None, plan, "silu" if gated else None, norm, residual)
     assert_close(got, residual + expected)
+
+
+@on_kernels
+@given(st.integers(1, 2), st.integers(1, 2), st.sampled_from([torch.float32, torch.float16]), plans, st.booleans())
+@example(1, 1, torch.float32, GEMV_PLANS[0], True)
+@example(2, 2, torch.float16, GEMV_PLANS[3], False)
+@example(1, 3, torch.float32, GEMV_PLANS[2], False)
+def test_kernel_gemv_rotates_and_writes_to_the_cache(batch, tokens, dtype, plan, biased):
+    torch.manual_seed(0)
+    size, heads, shared = 24, 3, 2  # a strip may hold dimensions of two heads
+    packed, _ = random_packed("int8", size * (heads + 2 * shared), 256, 128, torch.float32, DEVICE)
+    x, norm = randn(batch, tokens, 256, dtype=dtype), Norm(randn(256, dtype=dtype), 1e-6)
+    bias = randn(size * (heads + 2 * shared), dtype=dtype) if biased else None
+    angles = torch.rand(1, tokens, size // 2, device=DEVICE).repeat(1, 1, 2) * 6
+    places = torch.tensor([[7, 2, 5], [0, 9, 4]], device=DEVICE)[:batch, :tokens]
+    caches = [Slots(*torch.zeros(2, batch, shared, 10, size, device=DEVICE, dtype=dtype), places) for _ in range(2)]
+    turn = Turn(angles.cos(), angles.sin(), caches[0], size)
+    assert fits(x, packed, bias, plan) and rotary_fits(x, turn)
+    got = rotary_gemv(x, packed, bias, plan, norm, turn)
+    product = quantised_reference(norm_reference(x, norm).flatten(0, 1), packed, bias)
+    parts = product.view(batch, tokens, -1, size).transpose(1, 2).split([heads, shared, shared], 1)
+    expected, _ = rotary(*parts, turn.cos, turn.sin, slots=caches[1], dtype=dtype)
+    for ours, reference in ((got, expected), *zip(caches[0][:2], caches[1][:2])):
+        assert_close(ours, reference)
 
 
 @on_kernels

@@ -18,6 +18,7 @@ from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import Partials, Plan
 from hf_specbranch.kernels.norm import add_norm, normalise
 from hf_specbranch.kernels.packed import dequantise
+from hf_specbranch.kernels.rotary import rotary
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.mlp import MlpForward
@@ -134,18 +135,19 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 @pytest.mark.parametrize(("family", "weights"), [(Qwen2Config, "float8"), (GemmaConfig, "int8")])
 def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeypatch):
-    """A layer then launches four products, and the model one norm: the last."""
+    """And so do rotary embeddings. A layer then launches four products and attention; the model one norm, the last."""
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
     draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(DEVICE, torch.float16)
     model = copy_of(draft, DraftForm(weights))
     fuse(model)
-    expected, norms = logits_over_branches(model, fused, DEVICE), []
+    expected, norms, rotations = logits_over_branches(model, fused, DEVICE), [], []
     monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
+    monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
     monkeypatch.setattr("hf_specbranch.layers.norm.normalise", counted(normalise, norms))
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
-    assert len(norms) == 1
+    assert len(norms) == 1 and not rotations
 
 
 def counted(function, calls):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention_interface import specbranch_attention
+from ..kernels.gemv_rotary import Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
@@ -77,12 +78,12 @@ class AttentionForward(Replacement):
         layer, dtype = self.module.layer_idx, hidden_states.dtype
         cache = past_key_values if layer_past is None else layer_past
         slots = slots_of(cache, layer)
-        query, key, value = self._heads(hidden_states, whole=slots is None)
         if slots is not None:
-            query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.form.rotation, dtype)
+            query = self._write_to_cache(hidden_states, cos, sin, slots)
             shown = cache.layers[layer].address.shown
             key, value = slots.keys[:, :, :shown], slots.values[:, :, :shown]
         else:
+            query, key, value = self._heads(hidden_states, whole=True)
             query, turned = rotary(query, key, None, cos, sin, self.norm, None, self.form.rotation, dtype)
             assert turned is not None
             key = turned
@@ -98,6 +99,17 @@ class AttentionForward(Replacement):
 
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
+
+    def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots) -> Tensor:
+        """Compute q, k and v, write keys and values to the cache, and return the queries."""
+        if (around := self.ahead.around) is not None and self.norm is None and not self.form.by_head:
+            turn = Turn(cos, sin, slots, self.size, self.form.rotation)
+            if (rotated := self.inputs.rotated(hidden_states, around.norm, turn)) is not None:
+                return rotated
+        query, key, value = self._heads(hidden_states, whole=False)
+        dtype = hidden_states.dtype
+        query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.form.rotation, dtype)
+        return query
 
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.gated import Activation, gated, gated_product
+from ..kernels.gemv_rotary import Turn
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from ..kernels.norm import Norm, normalise
 
@@ -102,6 +103,14 @@ class Product:
     def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
         """Compute act(gate) * up of norm(x)."""
         return self.gated(normalise(x, norm), activation)
+
+    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
+        """Compute q, k and v of norm(x) [B, Q, K] with their rotary embedding, in one launch.
+
+        Returns:
+            The queries; keys and values are in the KV cache. None where a kernel by itself must rotate them.
+        """
+        return None
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """Compute residual + product."""

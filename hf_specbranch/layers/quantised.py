@@ -15,6 +15,7 @@ from ..kernels.dequantise import product_of_many_rows
 from ..kernels.gated import Activation
 from ..kernels.gemv import GEMV_PLANS, fits, gemv
 from ..kernels.gemv import MOST_ROWS as FEW_ROWS
+from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
@@ -120,6 +121,13 @@ class QuantisedProduct(Product):
             return super().normed(x, norm)
         product = operands.product(x, plan, norm)
         return product.sum() if isinstance(product, Partials) else product
+
+    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
+        operands, plan = self._operands(), self._plan(x, "normed")
+        if operands is None or plan is None or len(operands.weights) > 1 or not rotary_fits(x, turn):
+            return None
+        (weight,), (bias,) = operands
+        return rotary_gemv(x, weight, bias, plan, norm, turn) if fits(x, weight, bias, plan) else None
 
     def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
         operands, plan = self._operands(), self._plan(x, "normed-gated")
