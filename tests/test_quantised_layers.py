@@ -129,7 +129,7 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
     monkeypatch.setattr(QuantisedProduct, "_plan", plan)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=5e-2, rtol=5e-2)
     usual = {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
-    assert set(kinds) == usual | (set() if kind is GptqLinear else {"normed"})  # whether that is faster was asked
+    assert set(kinds) == usual | {"normed"}  # whether that is faster was asked
 
 
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
@@ -152,6 +152,20 @@ def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeyp
 
 def counted(function, calls):
     return lambda *given: calls.append(1) or function(*given)
+
+
+def test_a_known_plan_takes_no_look_at_the_weights(monkeypatch, tmp_path):
+    """They would be looked at for each product of a layer and each layer, whenever a stage is captured."""
+    monkeypatch.setattr(autotune, "plans", PlanCache(tmp_path / "products.json", tmp_path / "none.json"))
+    monkeypatch.setattr(autotune, "_gpu_and_versions", lambda device: "gpu|torch|triton")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(autotune, "seconds_of_each", lambda product, weights, x, plans: {plans[-1]: 1.0})
+    looks, given = [], (torch.ones(1, 3, 8), "float8", (16, 64), "normed")
+    candidates = lambda x, weights, kind: [Plan(1, x.shape[0]), Plan(*weights)]  # noqa: E731
+    for _ in range(2):
+        found = autotune.autotune_quantised(None, lambda: looks.append(1) or (2, 5), candidates, *given)
+        assert found == Plan(2, 5)
+    assert len(looks) == 1
 
 
 @pytest.mark.gpu

@@ -163,35 +163,36 @@ def _fastest(weights: Sequence[Tensor], rows: int, kind: Kind) -> Plan | None:
 
 def autotune_quantised(
     product: Measured,
-    weights: Sequence[Any],
+    find_weights: Callable[[], Sequence[Any]],
+    candidates: Callable[[Tensor, Sequence[Any], Kind], Sequence[Plan]],
     x: Tensor,
     name: str,
-    columns: int,
+    shape: tuple[int, int],
     kind: Kind,
-    candidates: Sequence[Plan],
 ) -> Plan | None:
     """Return the fastest plan for products with quantised weights, or None where no plan runs.
 
     Args:
         product: computes norm(x) W^T for one of the weights, by a plan.
-        weights: all weights of one shape and format.
-        x: [rows, K]; 2 to 4 rows share a plan, 5 to 16, and 17 to 32.
+        find_weights: returns all weights of one shape and format; called only if a plan is measured.
+        candidates: returns the plans to measure for x [rows, K], these weights and this kind.
+        x: the input, or any tensor of as many rows; 2 to 4 rows share a plan, 5 to 16, and 17 to 32.
         name: of the format; part of the key.
-        columns: N.
+        shape: [N, K].
         kind: what the product is for.
-        candidates: the plans to measure.
     """
-    rows, depth = x.shape
+    rows, (columns, depth) = x.numel() // x.shape[-1], shape
     alike = next(most for most in (1, FEW_ROWS, 16, MOST_ROWS) if rows <= most)
     key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{alike}|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
+    weights, x = find_weights(), x.new_ones((rows, depth))
     if is_dry_run():
-        for each in candidates:
+        for each in candidates(x, weights, kind):
             product(x, _unit_norm(x), weights[0], each)
         return None
-    seconds = seconds_of_each(product, weights, x, candidates)
+    seconds = seconds_of_each(product, weights, x, candidates(x, weights, kind))
     plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
     plans.store(key, plan)
     return plan

@@ -67,7 +67,7 @@ def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list
     plans = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
     plans = [plan for plan in plans if plan.splits == 1 or kind in ("split-k", "normed")]
     if any(len(operands.weights) > 1 for operands in products):
-        return plans
+        return [] if kind in ("gated", "normed-gated") else plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
     return [*plans, *(plan for plan in GEMV_PLANS if all(fits(x, *each, plan) for each in operands))]
 
@@ -109,10 +109,7 @@ class QuantisedProduct(Product):
     def fuses(self, x: Tensor, kind: Kind) -> bool:
         if x.dtype not in HALF_PRECISION or not 0 < x.numel() <= FEW_ROWS * x.shape[-1]:
             return False
-        operands, rows = self._operands(), x.numel() // x.shape[-1]
-        if operands is None or len(operands.weights) > 1:
-            return False
-        plan = self._plan(x.new_empty((rows, self.in_features)), kind)
+        plan = self._plan(x, kind)
         return plan is not None and plan.warps > 0
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -193,10 +190,11 @@ class QuantisedProduct(Product):
                 return operands.gated(given[0], "silu", plan, given[1])
             return operands.product(given[0], plan, given[1])
 
-        every = [operands for each in self.alike if (operands := each._operands()) is not None]
-        flat = x.reshape(-1, x.shape[-1])
-        candidates = candidate_plans(flat, every, kind)
-        return autotune_quantised(product, every, flat, self.name, self.out_features, kind, candidates)
+        shape = self.out_features, self.in_features
+        return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.name, shape, kind)
+
+    def _operands_alike(self) -> list[Operands]:
+        return [operands for each in self.alike if (operands := each._operands()) is not None]
 
 
 def quantised_product(layers: Sequence[Any], tuned: Tuned) -> QuantisedProduct | None:
