@@ -288,12 +288,16 @@ def test_small_deviations_are_not_re_evaluated():
     assert known.ratios != before
 
 
-def test_planning_takes_little_of_the_time():
-    """Texts that differ from the prediction, one after the other, are evaluated only as often as that is cheap."""
+def planned_text():
     known = Knowledge()
     planner = planner_for(ALWAYS, known)
     segments, segment = next_segment(planner, ALWAYS)
-    timing = timing_of(segment, ALWAYS)
+    return known, planner, segments, segment, timing_of(segment, ALWAYS)
+
+
+def test_planning_takes_little_of_the_time():
+    """Texts that differ from the prediction, one after the other, are evaluated only as often as that is cheap."""
+    known, planner, segments, segment, timing = planned_text()
     off = timing._replace(tokens=0.3 * timing.tokens)
     planner.agreements = lambda: pytest.fail("it was re-evaluated")
     known.evaluation_seconds, known.unplanned_seconds = timing.seconds, 0.0
@@ -306,10 +310,7 @@ def test_planning_takes_little_of_the_time():
 
 def test_texts_that_only_differ_are_evaluated_ever_more_rarely():
     """Each evaluation that confirms the choice puts off the next one; one that changes it does not."""
-    known = Knowledge()
-    planner = planner_for(ALWAYS, known)
-    segments, segment = next_segment(planner, ALWAYS)
-    timing = timing_of(segment, ALWAYS)
+    known, planner, segments, segment, timing = planned_text()
     off = timing._replace(tokens=0.3 * timing.tokens)
 
     def is_evaluated_after(times):

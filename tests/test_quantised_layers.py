@@ -132,22 +132,42 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
     assert set(kinds) == usual | {"normed"}  # whether that is faster was asked
 
 
+NORMS = [f"hf_specbranch.layers.{name}" for name in ("norm.normalise", "product.normalise", "quantised.normalise")]
+
+
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 @pytest.mark.parametrize(("family", "weights"), [(Qwen2Config, "float8"), (GemmaConfig, "int8")])
 def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeypatch):
     """And so do rotary embeddings. A layer then launches four products and attention; the model one norm, the last."""
-    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
-    shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
-    draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(DEVICE, torch.float16)
-    model = copy_of(draft, DraftForm(weights))
-    fuse(model)
+    model = draft_copy(family, weights).to(DEVICE)
     expected, norms, rotations = logits_over_branches(model, fused, DEVICE), [], []
     monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
     monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
-    monkeypatch.setattr("hf_specbranch.layers.norm.normalise", counted(normalise, norms))
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
+    for name in NORMS:
+        monkeypatch.setattr(name, counted(normalise, norms))
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert len(norms) == 1 and not rotations
+
+
+def test_layers_leave_norms_and_sums_to_their_products(monkeypatch):
+    """Without a kernel the products compute the same in several steps."""
+    model, norms = draft_copy(Qwen2Config, "int8").float(), []
+    expected = logits_over_branches(model, fused)
+    monkeypatch.setattr(QuantisedProduct, "fuses", lambda product, x, kind: x.shape[1] <= 4)
+    monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", lambda *_: pytest.fail("a norm by itself"))
+    monkeypatch.setattr("hf_specbranch.layers.product.normalise", counted(normalise, norms))
+    torch.testing.assert_close(logits_over_branches(model, fused), expected, atol=1e-4, rtol=1e-4)
+    assert len(norms) == 4  # of two layers
+
+
+def draft_copy(family, weights):
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
+    draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(torch.float16)
+    model = copy_of(draft, DraftForm(weights))
+    fuse(model)
+    return model
 
 
 def counted(function, calls):

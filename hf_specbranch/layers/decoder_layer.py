@@ -36,8 +36,9 @@ class Structure(NamedTuple):
 
 
 INPUT, POST_ATTENTION = "input_layernorm", "post_attention_layernorm"
+LLAMA = Structure(INPUT, None, POST_ATTENTION, None)
 STRUCTURES = (
-    Structure(INPUT, None, POST_ATTENTION, None),  # Llama
+    LLAMA,
     Structure(INPUT, POST_ATTENTION, "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2
     Structure(INPUT, "post_self_attn_layernorm", POST_ATTENTION, "post_mlp_layernorm"),  # GLM-4
     Structure(None, POST_ATTENTION, None, "post_feedforward_layernorm"),  # OLMo 2
@@ -72,11 +73,12 @@ class LayerForward(Replacement):
         self.scale = float(getattr(module, "residual_multiplier", 1.0))
         self.has_ties = looks_like_mixture(self.mlp)
         norms = [parameters_of(norm, form) for norm in layer_norms(module)]
-        self.is_plain = structure == STRUCTURES[0] and self.scale == 1.0 and all(map(takes_norm, norms))
+        self.fits_in_products = structure == LLAMA and self.scale == 1.0 and all(map(takes_norm, norms))
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = {**dict(zip(("attention_mask", "position_ids", "past_key_values"), args)), **kwargs}
-        fuses = self.is_plain and fuses_around(self.attention, hidden_states) and fuses_around(self.mlp, hidden_states)
+        parts = self.attention, self.mlp
+        fuses = self.fits_in_products and all(fuses_around(part, hidden_states) for part in parts)
         total = (self._in_products if fuses else self._in_norms)(hidden_states, given)
         layer_done()
         return total

@@ -31,17 +31,12 @@ class Operands(NamedTuple):
     weights: list[Packed]
     biases: list[Tensor | None]
 
-    def product(
-        self, x: Tensor, plan: Plan, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor | Partials:
-        """Compute x W^T + bias of all layers, of norm(x) if it is given, and add a residual if one is."""
+    def product(self, x: Tensor, plan: Plan, norm: Norm | None = None) -> Tensor | Partials:
+        """Compute x W^T + bias of all layers, of norm(x) if it is given."""
         if len(self.weights) == 1 and fits(x, self.weights[0], self.biases[0], plan):
-            return gemv(x, self.weights[0], self.biases[0], plan, None, norm, residual)
+            return gemv(x, self.weights[0], self.biases[0], plan, norm=norm)
         x = x if norm is None else normalise(x, norm)
-        product = quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
-        if residual is None:
-            return product
-        return residual + (product.sum() if isinstance(product, Partials) else product)
+        return quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
 
     def of_many_rows(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias of all layers, one weight dequantised after the other."""
@@ -113,32 +108,28 @@ class QuantisedProduct(Product):
         return plan is not None and plan.warps > 0
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        operands, plan = self._operands(), self._plan(x, "normed")
-        if operands is None or plan is None:
-            return super().normed(x, norm)
-        product = operands.product(x, plan, norm)
-        return product.sum() if isinstance(product, Partials) else product
-
-    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
-        operands, plan = self._operands(), self._plan(x, "normed")
-        if operands is None or plan is None or len(operands.weights) > 1 or not rotary_fits(x, turn):
-            return None
-        (weight,), (bias,) = operands
-        return rotary_gemv(x, weight, bias, plan, norm, turn) if fits(x, weight, bias, plan) else None
+        found = self._as_gemv(x, "normed")
+        return super().normed(x, norm) if found is None else gemv(x, *found, norm=norm)
 
     def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
-        operands, plan = self._operands(), self._plan(x, "normed-gated")
-        if operands is None or plan is None or len(operands.weights) > 1:
-            return super().normed_gated(x, activation, norm)
-        return operands.gated(x, activation, plan, norm)
+        found = self._as_gemv(x, "normed-gated")
+        return super().normed_gated(x, activation, norm) if found is None else gemv(x, *found, activation, norm)
+
+    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
+        found = self._as_gemv(x, "normed") if rotary_fits(x, turn) else None
+        return None if found is None else rotary_gemv(x, *found, norm, turn)
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        operands, plan = self._operands(), self._plan(x, "whole")
-        if operands is None or plan is None:
-            return super().added(x, residual)
-        product = operands.product(x, plan, residual=residual)
-        assert not isinstance(product, Partials)
-        return product
+        found = self._as_gemv(x, "whole")
+        return super().added(x, residual) if found is None else gemv(x, *found, residual=residual)
+
+    def _as_gemv(self, x: Tensor, kind: Kind) -> tuple[Packed, Tensor | None, Plan] | None:
+        """Return weight, bias and plan, if one launch without tensor cores computes this product."""
+        operands, plan = self._operands(), self._plan(x, kind)
+        if operands is None or plan is None or len(operands.weights) > 1:
+            return None
+        (weight,), (bias,) = operands
+        return (weight, bias, plan) if fits(x, weight, bias, plan) else None
 
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
