@@ -30,7 +30,7 @@ from .backend import (
 )
 from .gated import Activation, apply_gate
 from .gemv_rows import product_of_rows
-from .gemv_words import BYTES_PER_LOAD, format_of
+from .gemv_words import BYTES_PER_LOAD, assembly, format_of
 from .linear import Plan
 from .norm import Norm
 from .packed import Packed
@@ -38,7 +38,7 @@ from .packed import Packed
 MOST_ROWS = 4
 LANES = 32
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
-GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (8, 4), (8, 2), (16, 4)))
+GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (8, 4), (8, 2), (8, 1), (16, 4)))
 
 
 def gemv(
@@ -95,6 +95,7 @@ def kernel_arguments(
         **form._asdict(),
         **dict(ROWS=rows if rows < 3 else 4, STRIP=plan.strip, PER_LOAD=form.per_load),
         **dict(BLOCK=block, EVEN=depth % block == 0, num_warps=plan.warps),
+        **dict(ONE_STEP=depth <= block, ASSEMBLY=assembly(form.CODE, min(rows, 2)) if flat.is_cuda else None),
         **dependent_launch(flat.device),
     }
     return (*tensors, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
@@ -167,6 +168,8 @@ def _gemv_kernel(
     PER_LOAD: constexpr,
     BLOCK: constexpr,
     EVEN: constexpr,
+    ONE_STEP: constexpr,
+    ASSEMBLY: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -178,7 +181,7 @@ def _gemv_kernel(
     first, second, third, fourth = product_of_rows(
         n, x, data, scale, zero, bias, norm_weight, rows, depth, x_row, row_words, data_row, scale_n, scale_k,
         zero_n, zero_k, eps, NORM, OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
-        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, PDL,
+        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY, PDL,
     )  # fmt: skip
     place = tl.program_id(0) * HALF + tl.arange(0, HALF)
     inside = place < columns

@@ -135,6 +135,8 @@ def _rotary_gemv_kernel(
     PER_LOAD: constexpr,
     BLOCK: constexpr,
     EVEN: constexpr,
+    ONE_STEP: constexpr,
+    ASSEMBLY: constexpr,
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -145,7 +147,7 @@ def _rotary_gemv_kernel(
     first, second, third, fourth = product_of_rows(
         n, x, data, scale, zero, bias, norm_weight, rows, depth, x_row, row_words, data_row, scale_n, scale_k,
         zero_n, zero_k, eps, NORM, OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
-        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, PDL,
+        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY, PDL,
     )  # fmt: skip
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     for row in tl.static_range(ROWS):

@@ -11,7 +11,7 @@ and each program adds up x^2 while it multiplies.
 from __future__ import annotations
 
 from .backend import Value, constexpr, jit, tl, wait_for_dependencies
-from .gemv_words import elements, group_values, products, scale_of, unit
+from .gemv_words import group_values, products_of_words, scale_of, scaled, unit
 
 
 @jit
@@ -48,6 +48,8 @@ def product_of_rows(
     PER_LOAD: constexpr,
     BLOCK: constexpr,
     EVEN: constexpr,
+    ONE_STEP: constexpr,
+    ASSEMBLY: constexpr,
     PDL: constexpr,
 ) -> Value:
     """Multiply rows `n` [STRIP] of W by the rows of x: the columns `n` of four rows of the product, in float32.
@@ -71,8 +73,9 @@ def product_of_rows(
     for start in range(0, depth, BLOCK):
         left += BLOCK // PER_WORD
         row_words -= BLOCK // PER_WORD
-        following = _load(left, word[None, :], row_words, EVEN)
-        weights = elements(words, STRIP, BLOCK, CODE)
+        following = words
+        if not ONE_STEP:
+            following = _load(left, word[None, :], row_words, EVEN)
         rest = depth - start
         factors, centres, shifts = group_values(
             scale, zero, n, start + tl.arange(0, LOADS) * PER_LOAD, depth, scale_n, scale_k, zero_n, zero_k,
@@ -81,26 +84,24 @@ def product_of_rows(
         gain = inner
         if NORM:
             gain = _load(norm_weight + start + inner, inner, rest, EVEN).to(tl.float32) + OFFSET
-        states = _load(x + start + inner, inner, rest, EVEN)
-        states, square_0 = _scaled(states, gain, square_0, NORM, LOADS, PER_LOAD)
-        sum_0 += products(weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
+        first = _load(x + start + inner, inner, rest, EVEN)
+        first, square_0 = _normed(first, gain, square_0, NORM, LOADS, PER_LOAD)
+        second = first
         if ROWS > 1:
-            states = _load(x_1 + start + inner, inner, rest, EVEN)
-            states, square_1 = _scaled(states, gain, square_1, NORM, LOADS, PER_LOAD)
-            sum_1 += products(
-                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
-            )
+            second = _load(x_1 + start + inner, inner, rest, EVEN)
+            second, square_1 = _normed(second, gain, square_1, NORM, LOADS, PER_LOAD)
+        one, two = products_of_words(words, first, second, ROWS, CODE, BITS, ASSEMBLY)
+        sum_0 += scaled(one, first, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
+        if ROWS > 1:
+            sum_1 += scaled(two, second, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
         if ROWS > 2:
-            states = _load(x_2 + start + inner, inner, rest, EVEN)
-            states, square_2 = _scaled(states, gain, square_2, NORM, LOADS, PER_LOAD)
-            sum_2 += products(
-                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
-            )
-            states = _load(x_3 + start + inner, inner, rest, EVEN)
-            states, square_3 = _scaled(states, gain, square_3, NORM, LOADS, PER_LOAD)
-            sum_3 += products(
-                weights, states, inner, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD
-            )
+            third = _load(x_2 + start + inner, inner, rest, EVEN)
+            third, square_2 = _normed(third, gain, square_2, NORM, LOADS, PER_LOAD)
+            fourth = _load(x_3 + start + inner, inner, rest, EVEN)
+            fourth, square_3 = _normed(fourth, gain, square_3, NORM, LOADS, PER_LOAD)
+            one, two = products_of_words(words, third, fourth, ROWS, CODE, BITS, ASSEMBLY)
+            sum_2 += scaled(one, third, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
+            sum_3 += scaled(two, fourth, factors, centres, shifts, CODE, GROUP, ZEROS, STRIP, LOADS, PER_LOAD)
         words = following
     whole = tl.full((STRIP,), 1.0, tl.float32) * unit(CODE)
     if GROUP == 0:
@@ -128,7 +129,7 @@ def _load(pointers: Value, place: Value, rest: Value, EVEN: constexpr) -> Value:
 
 
 @jit
-def _scaled(states: Value, gain: Value, square: Value, NORM: constexpr, LOADS: constexpr, PER_LOAD: constexpr) -> Value:
+def _normed(states: Value, gain: Value, square: Value, NORM: constexpr, LOADS: constexpr, PER_LOAD: constexpr) -> Value:
     """Multiply some columns of a row of x by the weights of a norm, and add their squares to those so far [L]."""
     if NORM:
         wide = states.to(tl.float32)

@@ -1,4 +1,7 @@
-"""Unpacks the weights of a GEMV in registers: 32-bit words to elements in float32, in few instructions.
+"""Multiplies the words of a quantised weight by x in registers, in few instructions.
+
+A word has four or eight elements of one row of W. Each is used as soon as it is unpacked: many rows of W fit in the
+registers as words, few as numbers.
 
 An integer code is not shifted down and converted: the other bits of its word are masked, and what remains is read as a
 float32. Below 2^24 such bits are a subnormal number, or one with the smallest exponent; both are worth the same integer
@@ -8,10 +11,13 @@ exponent lies where float32 has it: that is its value times 2^-120.
 
 CUDA devices convert FP8 numbers themselves from compute capability 8.9 on, in fewer instructions: `CODE` is "converted"
 there.
+
+On CUDA a word is unpacked and multiplied in assembly. From plain code the compiler unpacks all words first.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -48,61 +54,136 @@ def format_of(weight: Packed) -> Format:
     return Format(weight.code, bits, group, weight.scale_rows, weight.zeros, weight.zero_offset, exponents)
 
 
+@lru_cache
+def assembly(code: str, rows: int) -> str:
+    """Return the assembly that multiplies a word by its part of one row of x, or of two.
+
+    Its operands are a sum for each row, the word, and the parts of x, one row after the other.
+    """
+    unpacked = _unpacked(code)
+    lines = []
+    for place, element in enumerate(unpacked):
+        lines.append(element)
+        for row in range(rows):
+            x, total = f"${rows + 1 + row * len(unpacked) + place}", f"sum{row}"
+            lines.append(f"fma.rn.f32 {total}, e, {x}, {total};" if place else f"mul.rn.f32 {total}, e, {x};")
+    lines += [f"mov.f32 ${row}, sum{row};" for row in range(rows)]
+    registers = "{ .reg .b16 low, high, even, odd; .reg .b32 word, above, pair, e; .reg .f32 sum0, sum1; "
+    return registers + f"mov.b32 word, ${rows}; " + " ".join(lines) + " }"
+
+
+def _unpacked(code: str) -> list[str]:
+    """Return the instructions that unpack `word`, for one element after the other: `e`, times its power of two."""
+    if code == "converted":  # by way of float16
+        second = "mov.b32 {even, odd}, pair; cvt.f32.f16 e, even;"
+        return [
+            f"mov.b32 {{low, high}}, word; cvt.rn.f16x2.e4m3x2 pair, low; {second}",
+            "cvt.f32.f16 e, odd;",
+            f"cvt.rn.f16x2.e4m3x2 pair, high; {second}",
+            "cvt.f32.f16 e, odd;",
+        ]
+    if code == "float8":  # the sign, four bits of the exponent, three of the mantissa
+        return [f"shl.b32 e, word, {shift}; shr.s32 e, e, 4; and.b32 e, e, 0x87F00000;" for shift in (24, 16, 8, 0)]
+    bits, flipped = _CODES[code]
+    places = range(0, 24, bits)
+    lines = [f"and.b32 e, word, {((1 << bits) - 1) << place:#x};" for place in places]
+    lines += [f"and.b32 e, above, {((1 << bits) - 1) << place:#x};" for place in places if place >= 16]
+    return [f"xor.b32 word, word, {flipped:#x}; shr.u32 above, word, 8; {lines[0]}", *lines[1:]]
+
+
+# Bits, and what makes unsigned codes of two's complement.
+_CODES = {"int8": (8, 0x80808080), "signed": (4, 0x88888888), "offset": (4, 0)}
+
+
 @jit
-def elements(words: Value, STRIP: constexpr, BLOCK: constexpr, CODE: constexpr) -> Value:
-    """Return the elements [STRIP, BLOCK] of words [STRIP, W] in float32, each times its own power of two."""
-    if CODE == "converted":
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(  # by way of float16
-            "{ .reg .b16 low, high, even, odd; .reg .b32 first, second; mov.b32 {low, high}, $4; "
-            "cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; "
-            "mov.b32 {even, odd}, first; cvt.f32.f16 $0, even; cvt.f32.f16 $1, odd; "
-            "mov.b32 {even, odd}, second; cvt.f32.f16 $2, even; cvt.f32.f16 $3, odd; }",
-            "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        result = tl.join(tl.join(e0, e2), tl.join(e1, e3))
+def products_of_words(
+    words: Value, first: Value, second: Value, ROWS: constexpr, CODE: constexpr, BITS: constexpr, ASSEMBLY: constexpr
+) -> Value:
+    """Multiply words of W [STRIP, WORDS] by two rows of x [BLOCK] each, and add up within each word, up to `unit`.
+
+    Args:
+        words: of W.
+        first: a row of x.
+        second: another one; if ROWS is 1, its product is worth nothing.
+        ROWS: of x.
+        CODE: of the weight.
+        BITS: of an element.
+        ASSEMBLY: of `assembly`, or None.
+
+    Returns:
+        [STRIP, WORDS] twice, in float32.
+    """
+    WORDS: constexpr = words.shape[1]
+    PLACES: constexpr = 32 // BITS
+    first = _by_place(first, WORDS, CODE, BITS)
+    if ROWS == 1:
+        if ASSEMBLY is None:
+            one = _product(words, first, CODE)
+        else:
+            one = tl.inline_asm_elementwise(
+                ASSEMBLY, "=f,r" + ",f" * PLACES, (words,) + first, tl.float32, is_pure=True, pack=1
+            )
+        two = one
+    else:
+        second = _by_place(second, WORDS, CODE, BITS)
+        if ASSEMBLY is None:
+            one, two = _product(words, first, CODE), _product(words, second, CODE)
+        else:
+            one, two = tl.inline_asm_elementwise(
+                ASSEMBLY, "=f,=f,r" + ",f" * (2 * PLACES), (words,) + first + second, (tl.float32, tl.float32),
+                is_pure=True, pack=1,
+            )  # fmt: skip
+    return one, two
+
+
+@jit
+def _by_place(states: Value, WORDS: constexpr, CODE: constexpr, BITS: constexpr) -> Value:
+    """Return x [BLOCK] by the place in a word that it is multiplied with: four or eight of [1, WORDS] in float32.
+
+    They are multiplied by what makes up for the powers of two of the elements, up to `unit`.
+    """
+    wide = states.to(tl.float32)[None, :]  # without a dimension of rows, Triton moves W to the layout of x
+    if BITS == 8:
+        even, odd = tl.split(tl.reshape(wide, (1, WORDS, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        if CODE == "int8":
+            x0, x1, x2, x3 = x0 * _power(90), x1 * _power(82), x2 * _power(74), x3 * _power(74)
+        elif CODE == "float8":
+            x0, x1, x2, x3 = x0 * _power(60), x1 * _power(60), x2 * _power(60), x3 * _power(60)
+        return x0, x1, x2, x3
+    else:
+        even, odd = tl.split(tl.reshape(wide, (1, WORDS, 2, 2, 2)))
+        even, even_high = tl.split(even)
+        odd, odd_high = tl.split(odd)
+        x0, x4 = tl.split(even)
+        x1, x5 = tl.split(odd)
+        x2, x6 = tl.split(even_high)
+        x3, x7 = tl.split(odd_high)
+        x0, x1, x2, x3 = x0 * _power(90), x1 * _power(86), x2 * _power(82), x3 * _power(78)
+        x4, x5, x6, x7 = x4 * _power(74), x5 * _power(70), x6 * _power(74), x7 * _power(70)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@jit
+def _product(words: Value, x: Value, CODE: constexpr) -> Value:
+    """Compute in plain code what `assembly` does for one row."""
+    if CODE == "float8":
+        total = _float8(words << 24) * x[0] + _float8(words << 16) * x[1]
+        return total + _float8(words << 8) * x[2] + _float8(words) * x[3]
     elif CODE == "int8":
         codes = words ^ -2139062144  # 0x80808080: two's complement becomes an unsigned code plus 128
-        even = tl.join(_number(codes & 0xFF), _number(codes & 0xFF0000))
-        odd = tl.join(_number(codes & 0xFF00), _number((codes >> 8) & 0xFF0000))
-        result = tl.join(even, odd)
-    elif CODE == "float8":
-        even = tl.join(_float8(words << 24), _float8(words << 8))
-        odd = tl.join(_float8(words << 16), _float8(words))
-        result = tl.join(even, odd)
+        total = _number(codes & 0xFF) * x[0] + _number(codes & 0xFF00) * x[1]
+        return total + _number(codes & 0xFF0000) * x[2] + _number((codes >> 8) & 0xFF0000) * x[3]
     else:
         codes = words
         if CODE == "signed":
             codes = words ^ -2004318072  # 0x88888888
         high = codes >> 8
-        zero_four = tl.join(_number(codes & 0xF), _number(codes & 0xF0000))
-        one_five = tl.join(_number(codes & 0xF0), _number(codes & 0xF00000))
-        two_six = tl.join(_number(codes & 0xF00), _number(high & 0xF0000))
-        three_seven = tl.join(_number(codes & 0xF000), _number(high & 0xF00000))
-        result = tl.join(tl.join(zero_four, two_six), tl.join(one_five, three_seven))
-    return tl.reshape(result, (STRIP, BLOCK))
-
-
-@jit
-def scaled_states(states: Value, index: Value, CODE: constexpr) -> Value:
-    """Return x in float32, times what makes up for the powers of two of `elements`, up to `unit`.
-
-    Args:
-        states: [BLOCK] of x.
-        index: [BLOCK] 0, 1, 2, and so on.
-        CODE: of the weight.
-    """
-    wide = states.to(tl.float32)
-    if CODE == "int8":
-        place = tl.minimum(index % 4, 2) * 8
-        wide = wide * _number((217 - place) << 23)  # 2^(90 - place)
-    elif CODE == "float8":
-        wide = wide * 1152921504606846976.0  # 2^60
-    elif CODE == "offset" or CODE == "signed":
-        element = index % 8
-        place = tl.where(element < 6, element, element - 2) * 4
-        wide = wide * _number((217 - place) << 23)
-    return wide
+        total = _number(codes & 0xF) * x[0] + _number(codes & 0xF0) * x[1]
+        total += _number(codes & 0xF00) * x[2] + _number(codes & 0xF000) * x[3]
+        total += _number(codes & 0xF0000) * x[4] + _number(codes & 0xF00000) * x[5]
+        return total + _number(high & 0xF0000) * x[6] + _number(high & 0xF00000) * x[7]
 
 
 @jit
@@ -142,10 +223,9 @@ def group_values(
 
 
 @jit
-def products(
-    weights: Value,
+def scaled(
+    part: Value,
     states: Value,
-    index: Value,
     factors: Value,
     centres: Value,
     shifts: Value,
@@ -156,9 +236,8 @@ def products(
     LOADS: constexpr,
     PER_LOAD: constexpr,
 ) -> Value:
-    """Multiply elements of W [STRIP, BLOCK] by one row of x [BLOCK], and add up those that a thread has: [STRIP, L]."""
-    terms = weights * scaled_states(states, index, CODE)[None, :]
-    part = tl.sum(tl.reshape(terms, (STRIP, LOADS, PER_LOAD)), 2)
+    """Add up the products of words [STRIP, WORDS] with a row of x [BLOCK] that a thread has, and scale: [STRIP, L]."""
+    part = tl.sum(tl.reshape(part, (STRIP, LOADS, part.shape[1] // LOADS)), 2)
     if CODE == "int8" or CODE == "offset" or CODE == "signed":
         # Codes are unsigned: sum of (c - centre) x = sum of c x - centre * sum of x.
         sums = tl.sum(tl.reshape(states.to(tl.float32), (LOADS, PER_LOAD)), 1)[None, :] / unit(CODE)
@@ -184,7 +263,7 @@ def scale_of(pointers: Value, EXPONENTS: constexpr) -> Value:
 
 @jit
 def unit(CODE: constexpr) -> Value:
-    """Return what a sum of products with `elements` and `scaled_states` must be multiplied by."""
+    """Return what a sum of products of words must be multiplied by."""
     if CODE == "converted":
         return 1.0
     elif CODE == "float8":
@@ -203,3 +282,9 @@ def _number(bits: Value) -> Value:
 def _float8(top: Value) -> Value:
     """Return the FP8 number in the highest byte, times 2^-120."""
     return _number((top >> 4) & -2014314496)  # 0x87F00000: the sign, four bits of the exponent, three of the mantissa
+
+
+@jit
+def _power(exponent: constexpr) -> Value:
+    """Return a power of two in float32."""
+    return _number(tl.full((1, 1), (exponent + 127) << 23, tl.int32))
