@@ -151,8 +151,8 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
         model.generate(**kwargs, specbranch=settings)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Once per round after the first, and for the copy of the prompt, which arrived with the first token.
-    assert len(waits) == (model.specbranch_stats.target_forwards - 1) + 1
+    # Once per round after the first. The copy of the prompt is read at the end, or by a draft that reads the prompt.
+    assert len(waits) == model.specbranch_stats.target_forwards - 1 + (policy == "autoregressive")
 
 
 @pytest.mark.parametrize(
