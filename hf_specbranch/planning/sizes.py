@@ -19,7 +19,7 @@ from ..model_state import every_module, weight_bytes
 from .costs import StepCosts, interpolate
 
 # Captured stages on an H200: bytes per second, seconds per layer, the cost of each further token in a pass.
-GPU_BANDWIDTH, GPU_LAYER, GPU_TOKEN = 4.3e12, 2e-5, 0.005
+GPU_BANDWIDTH, GPU_LAYER, GPU_TOKEN = 4.3e12, 1.6e-5, 0.005
 CPU_BANDWIDTH, CPU_LAYER, CPU_FORWARD = 1.5e10, 4e-4, 5e-4
 # How many times the pass over one token a pass over several takes, on a CPU. Products of more than eight rows may
 # run other code: on an Arm machine such passes took 2.5 times as long.
@@ -112,9 +112,10 @@ def predicted_costs(
 ) -> StepCosts:
     """Predict step costs from the sizes of the models alone.
 
-    In captured stages this gives 3.7, 0.05, 1.05 and 16.5 ms for 7B, 68M, 1.3B and 33B in half precision; 3.6, 0.05,
-    0.97 and 16.0 ms were measured on an H200. For 16 and 64 rows of 240 tokens it gives 4.4 and 6.7 ms for 7B; 4.4 and
-    7.3 ms were measured. The constants for a CPU were measured with the embedded pair (docs/benchmarks.md).
+    In captured stages this gives 3.5, 0.05, 0.98 and 16.1 ms for 7B, 68M, 1.3B and 33B in half precision; 3.6, 0.05,
+    0.97 and 16.0 ms were measured on an H200. For 16 and 64 rows of 240 tokens it gives 4.3 and 6.6 ms for 7B; 4.4 and
+    7.3 ms were measured. For FP8 copies of Qwen2.5-0.5B and Llama-3.2-1B it gives 0.47 and 0.50 ms; 0.43 and 0.51 ms
+    were measured. The constants for a CPU were measured with the embedded pair (docs/benchmarks.md).
 
     Both models on one GPU are bound by its memory bandwidth, so little of the overlapped drafting is hidden: a pass of
     the 7B target took 4.20 ms alone and 4.51 ms while the 68M draft ran for 0.5 ms. A round that drafts ahead waited
