@@ -24,7 +24,9 @@ from transformers import PreTrainedModel
 from hf_specbranch.bench.limit import copy_bandwidth, token_cost
 from hf_specbranch.bench.timing import forget, timed
 from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
+from hf_specbranch.kernels.spans import SPANS
 from hf_specbranch.model_state import state_of
+from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,9 +48,8 @@ def target_pass(
     device, total = model.device, context + queries
     tokens, columns = _text(model, total)
     last = columns[:, context:]  # [1, Q]
-    visible = columns[:, None, :] <= last[:, :, None]  # [1, Q, S]
     with runner_for(model, "target", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
-        runner.reserve(1, total)
+        visible = _visible(runner, total, last + 1, (last, last))
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         return median(timed(lambda: runner.forward(tokens[:, context:], last, last, visible), device, repeats))
 
@@ -66,10 +67,7 @@ def draft_step(
     last = columns[:, context:]  # [1, K]
     positions = torch.full_like(last, context)
     with runner_for(model, "draft", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
-        shown = runner.bucket(total)
-        slots = torch.arange(shown, device=device)
-        visible = (slots < context) | (slots == last[:, :, None])  # [1, K, S]
-        runner.reserve(1, shown)
+        visible = _visible(runner, total, positions, (last, last + 1))  # the context, and each branch itself
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         buffers = runner.buffers(object())  # a key of its own: these buffers are not shared
 
@@ -90,6 +88,14 @@ def _text(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     return tokens.to(model.device), torch.arange(length, device=model.device)[None]
+
+
+def _visible(runner: EagerRunner, total: int, end: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+    """Reserve slots; return what queries [1, Q] see, as the runner takes it: slots before `end`, and the span `own`."""
+    shown = runner.bucket(total)
+    runner.reserve(1, max(shown, total))
+    spans = torch.stack([torch.zeros_like(end), end, *own], -1).to(SPANS)  # [1, Q, 4]
+    return runner.visible(spans, shown, torch.ones((1, shown), dtype=torch.bool, device=end.device))
 
 
 def distance_to_limit(
