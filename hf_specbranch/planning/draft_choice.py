@@ -84,10 +84,11 @@ def form_by_sizes(config: SpecBranchConfig, draft: PreTrainedModel, given: Draft
         form = form._replace(weights=AUTO_WEIGHTS)
     if config.draft_shortlist == "auto" and draft.get_input_embeddings().weight.shape[0] >= SMALLEST_VOCABULARY:
         form = form._replace(shortlist=AUTO_SHORTLIST)
+    if form in state_of(draft).copies:  # it was found out below, before it was made
+        return form
     if form == given or why_not_copied(draft, form):
         return given
-    was_made = form in state_of(draft).copies  # then its bytes have been counted
-    return form if was_made or share_read(draft, form) <= LARGEST_SHARE else given
+    return form if share_read(draft, form) <= LARGEST_SHARE else given
 
 
 def share_read(draft: PreTrainedModel, form: DraftForm) -> float:
