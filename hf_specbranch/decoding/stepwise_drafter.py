@@ -2,7 +2,7 @@
 
 A stage that drafts gamma tokens runs all of its steps, also those after the draft has become uncertain. Where a step
 takes much longer than the host needs to hear of it, each step is a stage of its own. On an H200 that costs 15 us per
-step; a step of a draft with 0.5B parameters takes 550.
+step; a step of a draft with 0.5B parameters takes 430 to 580.
 """
 
 from __future__ import annotations
