@@ -2,11 +2,14 @@
 
 import gc
 import os
+import signal
 import traceback
 
 import pytest
 
 os.environ["HF_SPECBRANCH_CACHE"] = "off"  # no test depends on what an earlier one has learned
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # oneDNN takes five times as long for tiny products on some CPUs. These files run with it, as users do.
 WITH_ONEDNN = {"test_greedy_exactness", "test_sampling_exactness", "test_precision", "test_generate_contract"}
 
