@@ -1,9 +1,10 @@
 """Which form of its draft a call takes: the draft itself, or a cheaper copy (`decoding/draft_copy.py`).
 
 By sizes, a copy pays where reading the draft's weights takes most of a draft step: on a GPU, in captured stages, for a
-draft that is not tiny and a batch of few rows. After some texts that a copy has drafted for, a step of both is timed
-(`step_time`), the draft itself reads the same text, and the speeds that both would reach are compared. A copy that does
-not pay is not used again for this pair. Sampled texts are left to sizes alone: they may not depend on measurements.
+draft that is not tiny and a batch of few rows. After some texts that a copy has drafted for, its steps are compared
+with an estimate of the draft's own (a warm-up times both: `step_time`), the draft itself reads the same text, and the
+speeds that both would reach are compared. A copy that does not pay is not used again for this pair. Sampled texts are
+left to sizes alone: they may not depend on measurements.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .online import Planner
 from .sizes import predicted_costs, size_of
 
 AUTO_WEIGHTS: Bits8 = "float8"
-AUTO_SHORTLIST = 65536  # tokens; half as many are read 2% faster, and the target accepts 2% fewer of them
+AUTO_SHORTLIST = 65536  # tokens; half as many are read 2% faster, and agree with the target 2% less often
 SMALLEST_VOCABULARY = 3 * AUTO_SHORTLIST // 2  # tokens, from which on a shortlist leaves out enough of them
 SMALLEST_DRAFT = 100_000_000  # parameters; a step of a smaller draft is bound by its launches
 LARGEST_SHARE = 0.6  # of the draft's bytes, that a step of a copy may read
@@ -190,8 +191,10 @@ def compare_drafts(
         and name in known.step_gains
         and all(both := (read(draft), read(original)))
     ):
-        gain = copy_gain(planner, both, known.step_gains[name])
-        known.copy_gains[name] = (known.copy_gains.get(name, gain) + gain) / 2
+        step_gain = known.step_gains[name]
+        if name not in known.copy_gains:  # one text says little: at first as if both agreed with it equally often
+            known.copy_gains[name] = copy_gain(planner, (both[1], both[1]), step_gain)
+        known.copy_gains[name] = (known.copy_gains[name] + copy_gain(planner, both, step_gain)) / 2
         known.save()
     if is_slower(state_of(draft).form, known):
         state_of(original).copies.pop(state_of(draft).form, None)  # a sampled text makes it again
