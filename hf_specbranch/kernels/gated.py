@@ -115,9 +115,11 @@ def _gated_product_kernel(
     place = tl.arange(0, STRIP)
     column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may exceed the edge
     strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
+    if BIAS:
+        added = tl.load(bias + strip)
     result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     if BIAS:
-        result += tl.load(bias + strip).to(tl.float32)[:, None]
+        result += added.to(tl.float32)[:, None]
     both = result.to(out.dtype.element_ty)
     gate, up = tl.split(tl.permute(tl.reshape(both, (2, HALF, ROWS)), (1, 2, 0)))
     row = tl.arange(0, ROWS)[None, :]

@@ -24,12 +24,14 @@ from .backend import (
     dependent_launch,
     jit,
     launch_dependents,
+    power_of_two,
     tl,
     triton,
     varying,
+    wait_for_dependencies,
 )
 from .gated import Activation, apply_gate
-from .gemv_rows import product_of_rows
+from .gemv_rows import constants_of_rows, product_of_rows
 from .gemv_words import BYTES_PER_LOAD, assembly, format_of
 from .linear import Plan
 from .norm import Norm
@@ -37,8 +39,11 @@ from .packed import Packed
 
 MOST_ROWS = 4
 LANES = 32
+MOST_WORDS, MOST_STATES = 16, 64  # that a thread has at a time: loads of W, and elements of x
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
-GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (8, 4), (8, 2), (8, 1), (16, 4)))
+GEMV_PLANS = tuple(
+    Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (4, 8), (8, 4), (8, 2), (8, 1), (16, 4))
+)
 
 
 def gemv(
@@ -87,7 +92,7 @@ def kernel_arguments(
     if form.CODE == "float8" and flat.is_cuda and converts_float8(flat.device):
         form = form._replace(CODE="converted")
     zero = scale if weight.zero is None else weight.zero
-    block = form.per_load * LANES * plan.warps
+    block = form.per_load * LANES * plan.warps * _loads(depth, rows, form.per_load, plan)
     tensors = flat, data, scale, zero, data if bias is None else bias, flat if norm is None else norm.weight
     strides = flat.stride(0), data.shape[1], data.stride(0), *scale.stride(), *zero.stride()
     constants = {
@@ -99,6 +104,17 @@ def kernel_arguments(
         **dependent_launch(flat.device),
     }
     return (*tensors, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
+
+
+def _loads(depth: int, rows: int, per_load: int, plan: Plan) -> int:
+    """Return how often each thread loads from a row of W at a time.
+
+    The fastest is all at once, before the wait for x. Where registers do not suffice for that, half of them receive
+    the next loads.
+    """
+    needed = power_of_two(triton.cdiv(depth, per_load * LANES * plan.warps))
+    most = min(MOST_WORDS // plan.strip, MOST_STATES // (per_load * min(rows, 2)))
+    return needed if needed <= most else max(1, most // 2)
 
 
 def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
@@ -178,45 +194,44 @@ def _gemv_kernel(
     n = tl.minimum(tl.program_id(0) * HALF + strip % HALF, columns - 1)  # the last strip may exceed the edge
     if GATED:  # the gate's rows, then the up projection's for the same columns
         n += strip // HALF * columns
-    first, second, third, fourth = product_of_rows(
-        n, x, data, scale, zero, bias, norm_weight, rows, depth, x_row, row_words, data_row, scale_n, scale_k,
-        zero_n, zero_k, eps, NORM, OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
-        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY, PDL,
+    words, gain, group, whole, begin = constants_of_rows(
+        n, data, scale, zero, bias, norm_weight, depth, row_words, data_row, scale_n, scale_k, zero_n, zero_k, NORM,
+        BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
     )  # fmt: skip
+    wait_for_dependencies(PDL)
     place = tl.program_id(0) * HALF + tl.arange(0, HALF)
     inside = place < columns
-    _finish(first, residual, out, place, inside, RESIDUAL, GATED, TANH, HALF)
-    if ROWS > 1:
-        residual += residual_row
-        out += columns
-        _finish(second, residual, out, place, inside & (rows > 1), RESIDUAL, GATED, TANH, HALF)
-    if ROWS > 2:
-        residual += residual_row
-        out += columns
-        _finish(third, residual, out, place, inside & (rows > 2), RESIDUAL, GATED, TANH, HALF)
-        residual += residual_row
-        out += columns
-        _finish(fourth, residual, out, place, inside & (rows > 3), RESIDUAL, GATED, TANH, HALF)
+    added: Value = ()
+    for row in tl.static_range(ROWS):
+        if RESIDUAL:
+            added += (tl.load(residual + row * residual_row + place, mask=inside & (row < rows), other=0.0),)
+        else:
+            added += (0.0,)
+    products = product_of_rows(
+        words, gain, group, whole, begin, n, x, data, scale, zero, norm_weight, rows, depth, x_row, row_words, data_row,
+        scale_n, scale_k, zero_n, zero_k, eps, NORM, OFFSET, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET,
+        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY,
+    )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        result = _finished(products[row], added[row], out.dtype.element_ty, RESIDUAL, GATED, TANH, HALF)
+        tl.store(out + row * columns + place, result, mask=inside & (row < rows))
 
 
 @jit
-def _finish(
+def _finished(
     values: Value,
-    residual: Value,
-    out: Value,
-    place: Value,
-    inside: Value,
+    added: Value,
+    dtype: constexpr,
     RESIDUAL: constexpr,
     GATED: constexpr,
     TANH: constexpr,
     HALF: constexpr,
-) -> None:
-    """Store one row of the product, or what is computed from it."""
-    result = values.to(out.dtype.element_ty)
+) -> Value:
+    """Return one row of the product, or what is computed from it."""
+    result = values.to(dtype)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(result, (2, HALF)), (1, 0)))
         result = apply_gate(gate, up, TANH)
     if RESIDUAL:
-        total = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32) + result.to(tl.float32)
-        result = total.to(out.dtype.element_ty)
-    tl.store(out + place, result, mask=inside)
+        result = (added.to(tl.float32) + result.to(tl.float32)).to(dtype)
+    return result

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, can_run, constexpr, jit, launch_dependents, tl, triton, varying
+from .backend import Value, can_run, constexpr, jit, launch_dependents, tl, triton, varying, wait_after
 from .gemv import kernel_arguments
-from .gemv_rows import product_of_rows
+from .gemv_rows import constants_of_rows, product_of_rows
 from .linear import Plan
 from .norm import Norm
 from .packed import Packed
@@ -67,9 +67,9 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     cos, sin = (table.expand(batch, -1, -1) for table in (turn.cos, turn.sin))
     arguments, constants = kernel_arguments(x.reshape(-1, depth), weight, bias, plan, norm)
     _rotary_gemv_kernel[(triton.cdiv(weight.shape[0], plan.strip),)](
-        *arguments, cos, sin, out, keys, values, places, heads, shared, size // 2, tokens,
+        *arguments, cos, sin, out, keys, values, places, heads, shared, tokens,
         *cos.stride()[:2], *sin.stride()[:2], *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        places.stride(0), ONCE=rounds_once(turn.rotation, cos, x.dtype), **constants,
+        places.stride(0), HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype), **constants,
     )  # fmt: skip
     return out
 
@@ -103,7 +103,6 @@ def _rotary_gemv_kernel(
     places: Value,
     heads: Value,
     shared: Value,
-    half: Value,
     tokens: Value,
     cos_row: Value,
     cos_token: Value,
@@ -119,6 +118,7 @@ def _rotary_gemv_kernel(
     values_head: Value,
     values_slot: Value,
     places_row: Value,
+    HEAD_HALF: constexpr,
     ONCE: constexpr,
     NORM: constexpr,
     OFFSET: constexpr,
@@ -141,46 +141,56 @@ def _rotary_gemv_kernel(
 ) -> None:
     launch_dependents(PDL)
     PAIRS: tl.constexpr = STRIP // 2
-    strip, every = tl.arange(0, STRIP), (heads + 2 * shared) * half
+    strip, every = tl.arange(0, STRIP), (heads + 2 * shared) * HEAD_HALF
     pair = tl.minimum(tl.program_id(0) * PAIRS + strip % PAIRS, every - 1)  # the last strip may exceed the edge
-    n = pair // half * (2 * half) + pair % half + strip // PAIRS * half
-    first, second, third, fourth = product_of_rows(
-        n, x, data, scale, zero, bias, norm_weight, rows, depth, x_row, row_words, data_row, scale_n, scale_k,
-        zero_n, zero_k, eps, NORM, OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
-        ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY, PDL,
+    n = pair // HEAD_HALF * (2 * HEAD_HALF) + pair % HEAD_HALF + strip // PAIRS * HEAD_HALF
+    words, gain, group, whole, begin = constants_of_rows(
+        n, data, scale, zero, bias, norm_weight, depth, row_words, data_row, scale_n, scale_k, zero_n, zero_k, NORM,
+        BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
     )  # fmt: skip
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    head, low = pair // HEAD_HALF, pair % HEAD_HALF
+    is_query, is_key = head < heads, (head >= heads) & (head < heads + shared)
+    slot_stride = tl.where(is_query, 0, tl.where(is_key, keys_slot, values_slot))
+    targets: Value = ()
+    known = pair.to(tl.int64)
     for row in tl.static_range(ROWS):
-        result = first
-        if row == 1:
-            result = second
-        if row == 2:
-            result = third
-        if row == 3:
-            result = fourth
-        inside = (pair < every) & (row < rows)
-        token, batch = row % tokens, tl.minimum(row, rows - 1) // tokens
-        head, low = pair // half, pair % half
-        turns = inside & (head < heads + shared)  # not the values
-        turn, tilt = batch * cos_row + token * cos_token + low, batch * sin_row + token * sin_token + low
-        slot = tl.load(places + batch.to(tl.int64) * places_row + token)
+        token, batch = row % tokens, (tl.minimum(row, rows - 1) // tokens).to(tl.int64)
         query = out + batch * out_row + head * out_head + token * out_token
-        key = keys + batch.to(tl.int64) * keys_row + (head - heads) * keys_head + slot * keys_slot
-        value = values + batch.to(tl.int64) * values_row + (head - heads - shared) * values_head + slot * values_slot
-        target = tl.where(head < heads, query, tl.where(head < heads + shared, key, value)) + low
-        one, two = tl.split(tl.permute(tl.reshape(result.to(out.dtype.element_ty), (2, PAIRS)), (1, 0)))
-        left = _turned(one, two, cos + turn, sin + tilt, turns, -1.0, ONCE)
-        right = _turned(two, one, cos + half + turn, sin + half + tilt, turns, 1.0, ONCE)
-        tl.store(target, left, mask=inside)
-        tl.store(target + half, right, mask=inside)
+        key = keys + batch * keys_row + (head - heads) * keys_head
+        value = values + batch * values_row + (head - heads - shared) * values_head
+        target = tl.where(is_query, query, tl.where(is_key, key, value)) + low
+        targets += (target,)
+        known += target.to(tl.int64)
+    wait_after(known, PDL)
+    turns = is_query | is_key
+    slots: Value = ()
+    angles: Value = ()
+    for row in tl.static_range(ROWS):
+        token, batch = row % tokens, tl.minimum(row, rows - 1) // tokens
+        turn, tilt = batch * cos_row + token * cos_token + low, batch * sin_row + token * sin_token + low
+        slots += (tl.load(places + batch.to(tl.int64) * places_row + token),)
+        cosines = tl.load(cos + turn, mask=turns, other=1.0), tl.load(cos + HEAD_HALF + turn, mask=turns, other=1.0)
+        sines = tl.load(sin + tilt, mask=turns, other=0.0), tl.load(sin + HEAD_HALF + tilt, mask=turns, other=0.0)
+        angles += (cosines + sines,)
+    products = product_of_rows(
+        words, gain, group, whole, begin, n, x, data, scale, zero, norm_weight, rows, depth, x_row, row_words, data_row,
+        scale_n, scale_k, zero_n, zero_k, eps, NORM, OFFSET, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET,
+        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY,
+    )  # fmt: skip
+    for row in tl.static_range(ROWS):
+        one, two = tl.split(tl.permute(tl.reshape(products[row].to(out.dtype.element_ty), (2, PAIRS)), (1, 0)))
+        cos_one, cos_two, sin_one, sin_two = angles[row]
+        target, inside = targets[row] + slots[row] * slot_stride, (pair < every) & (row < rows)
+        tl.store(target, _turned(one, two, cos_one, sin_one, -1.0, ONCE), mask=inside)
+        tl.store(target + HEAD_HALF, _turned(two, one, cos_two, sin_two, 1.0, ONCE), mask=inside)
 
 
 @jit
-def _turned(x: Value, other: Value, cos: Value, sin: Value, turns: Value, sign: constexpr, ONCE: constexpr) -> Value:
-    """Return x cos + sign * other sin, rounded as `rotary` does; x itself where nothing is rotated."""
+def _turned(x: Value, other: Value, cos: Value, sin: Value, sign: constexpr, ONCE: constexpr) -> Value:
+    """Return x cos + sign * other sin, rounded as `rotary` does."""
     dtype: tl.constexpr = x.dtype
-    along = x.to(tl.float32) * tl.load(cos, mask=turns, other=1.0).to(tl.float32)
-    across = other.to(tl.float32) * tl.load(sin, mask=turns, other=0.0).to(tl.float32)
+    along, across = x.to(tl.float32) * cos.to(tl.float32), other.to(tl.float32) * sin.to(tl.float32)
     if ONCE:
         return (along + sign * across).to(dtype)
     else:

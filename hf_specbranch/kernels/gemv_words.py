@@ -226,9 +226,7 @@ def group_values(
 def scaled(
     part: Value,
     states: Value,
-    factors: Value,
-    centres: Value,
-    shifts: Value,
+    values: Value,
     CODE: constexpr,
     GROUP: constexpr,
     ZEROS: constexpr,
@@ -236,7 +234,11 @@ def scaled(
     LOADS: constexpr,
     PER_LOAD: constexpr,
 ) -> Value:
-    """Add up the products of words [STRIP, WORDS] with a row of x [BLOCK] that a thread has, and scale: [STRIP, L]."""
+    """Add up the products of words [STRIP, WORDS] with a row of x [BLOCK] that a thread has, and scale: [STRIP, L].
+
+    `values` are those of `group_values`.
+    """
+    factors, centres, shifts = values
     part = tl.sum(tl.reshape(part, (STRIP, LOADS, part.shape[1] // LOADS)), 2)
     if CODE == "int8" or CODE == "offset" or CODE == "signed":
         # Codes are unsigned: sum of (c - centre) x = sum of c x - centre * sum of x.

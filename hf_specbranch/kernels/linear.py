@@ -168,10 +168,11 @@ def _product_kernel(
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
+    if BIAS:  # one of the partials has it
+        added = tl.load(bias + strip, mask=(column >= 0) & (split == 0), other=0.0)
     result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
     if BIAS:
-        if split == 0:
-            result += tl.load(bias + strip).to(tl.float32)[:, None]
+        result += added.to(tl.float32)[:, None]
     if ACTIVATION > 0:
         result = activated(result.to(target.dtype.element_ty), ACTIVATION)
     row = tl.arange(0, ROWS)

@@ -2,6 +2,9 @@
 
 One small kernel computes x A^T for all layers that read x, with a split inner dimension. The product kernel sums these
 partials and adds their product with its rows of B.
+
+Both run at the same time. The small kernel lets the next one start when x is complete, and the product kernel waits for
+the small one only after it has multiplied x by W.
 """
 
 from __future__ import annotations
@@ -10,10 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import FLOATS, Value, can_run, constexpr, dependent_launch, launch_dependents, tl, triton, varying
+from .backend import (
+    FLOATS,
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+)
 from .gated import Activation, apply_gate, gated_reference
 from .linear import STRIP, Partials, Plan, fits, streamed, tile
-from .low_rank import MOST_TERMS, LowRank, add_terms, epilogue_arguments, epilogue_constants, inner_product
+from .low_rank import (
+    MOST_TERMS,
+    LowRank,
+    add_terms,
+    epilogue_arguments,
+    epilogue_constants,
+    inner_product,
+    prefetch_term,
+)
 
 MOST_RANK = 64
 USUAL_PLAN = Plan(1, 4)  # where torch's product without adapters is faster than every plan
@@ -92,6 +115,31 @@ def lora_gated_reference(
     return gated_reference(lora_reference(x, weight, bias, terms), activation)
 
 
+@jit
+def _prefetch_terms(
+    up_0: Value,
+    start_0: Value,
+    end_0: Value,
+    up_1: Value,
+    start_1: Value,
+    end_1: Value,
+    up_2: Value,
+    start_2: Value,
+    end_2: Value,
+    strip: Value,
+    rank: Value,
+    TERMS: constexpr,
+    PDL: constexpr,
+) -> None:
+    """Prefetch the rows of B of all terms."""
+    if PDL:
+        prefetch_term(up_0, start_0, end_0, strip, rank)
+        if TERMS > 1:
+            prefetch_term(up_1, start_1, end_1, strip, rank)
+        if TERMS > 2:
+            prefetch_term(up_2, start_2, end_2, strip, rank)
+
+
 @varying("rows")
 def _lora_product_kernel(
     x: Value,
@@ -132,14 +180,17 @@ def _lora_product_kernel(
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
-    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
+    if BIAS:
+        added = tl.load(bias + strip, mask=(column >= 0) & (split == 0), other=0.0)
+    _prefetch_terms(up_0, start_0, end_0, up_1, start_1, end_1, up_2, start_2, end_2, strip, rank, TERMS, PDL)
+    result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL=False)
+    wait_for_dependencies(PDL)
     result = add_terms(  # to one of the partials
         result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
         tl.where(split == 0, strip, -1), rows, rank, TERMS, PARTIALS, RANK, ROWS,
     )  # fmt: skip
     if BIAS:
-        if split == 0:
-            result += tl.load(bias + strip).to(tl.float32)[:, None]
+        result += added.to(tl.float32)[:, None]
     row = tl.arange(0, ROWS)
     place = (split * rows + row)[None, :].to(tl.int64) * columns + column[:, None]
     inside = (row < rows)[None, :] & (column < columns)[:, None]
@@ -186,13 +237,17 @@ def _lora_gated_kernel(
     place = tl.arange(0, STRIP)
     column = tl.minimum(tl.program_id(0) * HALF + place % HALF, size - 1)  # the last strip may exceed the edge
     strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
-    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL)
+    if BIAS:
+        added = tl.load(bias + strip)
+    _prefetch_terms(up_0, start_0, end_0, up_1, start_1, end_1, up_2, start_2, end_2, strip, rank, TERMS, PDL)
+    result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL=False)
+    wait_for_dependencies(PDL)
     result = add_terms(
         result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
         strip, rows, rank, TERMS, PARTIALS, RANK, ROWS,
     )  # fmt: skip
     if BIAS:
-        result += tl.load(bias + strip).to(tl.float32)[:, None]
+        result += added.to(tl.float32)[:, None]
     both = result.to(out.dtype.element_ty)
     gate, up = tl.split(tl.permute(tl.reshape(both, (2, HALF, ROWS)), (1, 2, 0)))
     row = tl.arange(0, ROWS)[None, :]

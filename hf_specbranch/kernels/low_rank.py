@@ -17,6 +17,7 @@ from .backend import (
     jit,
     launch_dependents,
     power_of_two,
+    prefetch,
     tl,
     varying,
     wait_for_dependencies,
@@ -78,19 +79,17 @@ def _inner_kernel(
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
-    launch_dependents(PDL)
-    wait_for_dependencies(PDL)
     term, terms = tl.program_id(0), tl.num_programs(0)
     split, splits = tl.program_id(1), tl.num_programs(1)
     steps = depth // BLOCK
     begin, end = split * steps // splits, (split + 1) * steps // splits
     target = inner + (split * terms + term) * rows * RANK
     if term == 0:
-        _multiply(x, first, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK)
+        _multiply(x, first, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK, PDL)
     elif term == 1:
-        _multiply(x, second, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK)
+        _multiply(x, second, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK, PDL)
     else:
-        _multiply(x, third, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK)
+        _multiply(x, third, target, begin, end, rows, rank, depth, x_row, ROWS, RANK, BLOCK, PDL)
 
 
 @jit
@@ -107,12 +106,21 @@ def _multiply(
     ROWS: constexpr,
     RANK: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ) -> None:
-    """Store A x over blocks `begin` to `end` of the inner dimension: [rows, RANK], zeros beyond the rank."""
+    """Store A x over blocks `begin` to `end` of the inner dimension: [rows, RANK], zeros beyond the rank.
+
+    The next kernel may start when x is complete: it can multiply x by W before it waits for this one.
+    """
     index, row = tl.arange(0, RANK), tl.arange(0, ROWS)
     inside = begin * BLOCK + tl.arange(0, BLOCK)
     left = down + index[:, None] * depth + inside[None, :]
     right = x + row[None, :] * x_row + inside[:, None]
+    if PDL:
+        line = tl.minimum(begin * BLOCK + tl.arange(0, 16) * (BLOCK // 2), end * BLOCK - 1)
+        prefetch(down + tl.minimum(index, rank - 1)[:, None] * depth + line[None, :])
+    wait_for_dependencies(PDL)
+    launch_dependents(PDL)
     result = tl.zeros((RANK, ROWS), tl.float32)
     for _ in range(begin, end):
         weights = tl.load(left, mask=(index < rank)[:, None], other=0.0)
@@ -124,6 +132,13 @@ def _multiply(
         left += BLOCK
         right += BLOCK
     tl.store(target + row[None, :] * RANK + index[:, None], result, mask=(row < rows)[None, :])
+
+
+@jit
+def prefetch_term(up: Value, start: Value, end: Value, strip: Value, rank: Value) -> None:
+    """Prefetch the rows of B for the columns `strip` that belong to a term."""
+    ours = (strip >= start) & (strip < end)
+    prefetch(up + tl.where(ours, strip - start, 0).to(tl.int64) * rank)
 
 
 @jit

@@ -210,6 +210,8 @@ def _quantised_kernel(
         point = tl.load(points[:, None] + group[None, :] * zero_k)
     if PDL:
         prefetch(data + n * data_n + (begin * WIDTH).to(tl.int64) * data_k)
+    if BIAS:  # one of the partials has it
+        added = tl.load(bias + strip, mask=(column >= 0) & (split == 0), other=0.0)
     wait_for_dependencies(PDL)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for step in range(begin, end):
@@ -247,8 +249,7 @@ def _quantised_kernel(
         left += WIDTH * data_k
         right += BLOCK
     if BIAS:
-        if split == 0:
-            result += tl.load(bias + strip).to(tl.float32)[:, None]
+        result += added.to(tl.float32)[:, None]
     if GATED:
         both = tl.reshape(result.to(target.dtype.element_ty), (2, HALF, ROWS))
         gate, up = tl.split(tl.permute(both, (1, 2, 0)))

@@ -251,6 +251,12 @@ def _rotary_kernel(
         source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
         target = values + row * values_row + (program - heads - key_heads) * values_head
         token_stride, weight = values_slot, key_weight
+    rest = 2 * half + tl.arange(0, REST)
+    if NORM:
+        first_weight = tl.load(weight + low, mask=inside & turns, other=0.0)
+        second_weight = tl.load(weight + gap + low, mask=inside & turns, other=0.0)
+        if PARTIAL:
+            rest_weight = tl.load(weight + rest, mask=(rest < size) & turns, other=0.0)
     wait_after(source.to(tl.int64), PDL)
     slot = token
     if SCATTER:
@@ -259,7 +265,6 @@ def _rotary_kernel(
     cos_second = tl.load(turn + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
     sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
     sin_second = tl.load(tilt + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
-    rest = 2 * half + tl.arange(0, REST)
     dtype = out.dtype.element_ty
     first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
     second = sum_partials(source + gap + low, partial_stride, inside, dtype, SPLITS)
@@ -273,10 +278,10 @@ def _rotary_kernel(
                 three = beyond.to(tl.float32)
                 square += tl.sum(three * three, 0)
             root = tl.rsqrt(square / size + eps)
-            first = _scaled(one * root, tl.load(weight + low, mask=inside, other=0.0), OFFSET, WIDE)
-            second = _scaled(two * root, tl.load(weight + gap + low, mask=inside, other=0.0), OFFSET, WIDE)
+            first = _scaled(one * root, first_weight, OFFSET, WIDE)
+            second = _scaled(two * root, second_weight, OFFSET, WIDE)
             if PARTIAL:
-                beyond = _scaled(three * root, tl.load(weight + rest, mask=rest < size, other=0.0), OFFSET, WIDE)
+                beyond = _scaled(three * root, rest_weight, OFFSET, WIDE)
         one, two = first.to(tl.float32), second.to(tl.float32)
         if ONCE:
             left, right = one * cos_first - two * sin_first, two * cos_second + one * sin_second

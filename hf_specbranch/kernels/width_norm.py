@@ -96,9 +96,9 @@ def _width_kernel(
         weight = key_weight + column
     inside = column < size
     place = row * columns + start + column
+    scale = tl.load(weight, mask=inside & (part < 2), other=0.0).to(tl.float32)
     wait_for_dependencies(PDL)
     value = sum_partials(x + place, partial_stride, inside, out.dtype.element_ty, SPLITS)
     if part < 2:
-        scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
         value = normalised(value, scale, weight, inside, size, eps, False, OFFSET, WIDE, CENTRED)
     tl.store(out + place, value, mask=inside)

@@ -20,7 +20,9 @@ ROWS_AT_A_TIME = 16384  # rows that are converted in float32 at a time
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight has eight bits per element and one scale for 128 elements of a row.
+    """A linear layer whose weight has eight bits per element. In FP8 a row has one scale, in int8 128 elements have one.
+
+    FP8 numbers have an exponent of their own, so that finer scales would make them no more exact.
 
     Few rows of `x` in half precision run through the kernel of quantised weights, since the tensors are those of a
     format that it knows (`quantised_formats`). Otherwise the weight is dequantised for each product: by a kernel, or
@@ -40,7 +42,7 @@ class PackedLinear(nn.Module):
     """
 
     weight: Tensor  # [N, K]
-    weight_scale: Tensor  # [N, K / 128] of bfloat16
+    weight_scale: Tensor  # [N, 1] or [N, K / 128] of bfloat16
     bias: Tensor | None  # [N]
     dequantises = True  # its own forward has no better way for many rows
 
@@ -55,10 +57,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias."""
-        packed = Packed(self.weight, self.weight_scale, self.kind, BLOCK)
+        packed = Packed(self.weight, self.weight_scale, self.kind, self.in_features // self.weight_scale.shape[1])
         if fits(packed, x.dtype):
             return product_of_many_rows(x, packed, self.bias)
-        groups = self.weight.to(x.dtype).view(self.out_features, -1, BLOCK) * self.weight_scale.to(x.dtype)[:, :, None]
+        groups = self.weight.to(x.dtype).view(*self.weight_scale.shape, -1) * self.weight_scale.to(x.dtype)[:, :, None]
         return functional.linear(x, groups.flatten(1), self.bias)
 
     def set_rows(self, first: int, weight: Tensor, bias: Tensor | None) -> None:
@@ -72,7 +74,7 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_rows(weight: Tensor, kind: Bits8) -> tuple[Tensor, Tensor]:
-    """Return codes [N, K] and scales [N, K / 128] of a weight: the largest element of a group has the largest code.
+    """Return codes [N, K] and scales of a weight: the largest element that has a scale has the largest code.
 
     Example:
         >>> weight = torch.zeros(1, 128)
@@ -81,11 +83,12 @@ def pack_rows(weight: Tensor, kind: Bits8) -> tuple[Tensor, Tensor]:
         [64, -127, 0]
     """
     depth, largest = weight.shape[1], LARGEST[kind]
+    group = depth if kind == "float8" else BLOCK
     data = torch.empty(weight.shape, dtype=DTYPES[kind], device=weight.device)
-    scale = torch.empty((weight.shape[0], depth // BLOCK), dtype=torch.bfloat16, device=weight.device)
+    scale = torch.empty((weight.shape[0], depth // group), dtype=torch.bfloat16, device=weight.device)
     for first in range(0, weight.shape[0], ROWS_AT_A_TIME):
         groups = weight[first : first + ROWS_AT_A_TIME].detach().float()
-        groups = groups.view(len(groups), -1, BLOCK)
+        groups = groups.view(len(groups), -1, group)
         last = first + len(groups)
         scale[first:last] = (groups.abs().amax(2) / largest).clamp(min=torch.finfo(torch.bfloat16).tiny)
         codes = (groups / scale[first:last, :, None].float()).clamp(-largest, largest).flatten(1)
