@@ -274,6 +274,8 @@ def assert_same(got, expected, name=""):
 
 def assert_alike(in_triton, in_torch):
     got, expected = state_of(in_triton), state_of(in_torch)
+    if not in_triton.ops.keeps_scores:  # nothing would read them
+        expected.pop("pending.scores")
     for name in expected:
         assert_same(got[name], expected[name], name)
 
@@ -379,6 +381,35 @@ def test_drawn_tokens(case, step):
         state.ahead, state.point, state.count, 1 + state.depth, side=quick.ops.side, step=step, noise=noise,
     )  # fmt: skip
     assert_alike(quick, plain)
+
+
+@on_kernels(examples=15)
+@given(cases("vanilla", "specbranch", own=st.just(0)), seeds)
+def test_tokens_of_a_shortlist(case, seed):
+    """To search the logits of a shortlist gives what searching those of the whole vocabulary gives."""
+    drafters = make_drafter(True, case), make_drafter(True, case)
+    torch.manual_seed(seed)
+    ids = torch.randperm(case.vocabulary, device=DEVICE)[: max(2, case.vocabulary // 2)].sort().values
+    logits = torch.randn((case.rows, 1, len(ids)), device=DEVICE)
+    whole = torch.full((case.rows, 1, case.vocabulary), -torch.inf, device=DEVICE).index_copy_(2, ids, logits)
+    for drafter, values, listed in zip(drafters, (whole, logits), (None, ids)):
+        ops, state = drafter.ops, drafter.round
+        state.pending.scores.zero_()
+        ops.point_inputs()
+        rounds.advance(
+            values, ops.pending, ops.inputs, drafter.model.positions, state.ahead, state.point, state.count,
+            token_ids=listed,
+        )  # fmt: skip
+    assert_alike(*reversed(drafters))
+    assert_same(drafters[1].round.pending.scores, drafters[0].round.pending.scores)
+    assert_inputs(drafters[1].ops.inputs, drafters[0].ops.inputs)
+
+
+def test_distributions_are_kept_where_they_are_read():
+    greedy = Case(0, 1, 3, 16, 0, "vanilla", 2, 0, 0, 0.3, False, 1.0, False)
+    changes = {"greedy": {}, "leaves": {"leaves": 2}, "drawn": {"draws": True}, "branches": {"policy": "specbranch"}}
+    kept = {name: make_drafter(True, greedy._replace(**each)).ops.keeps_scores for name, each in changes.items()}
+    assert kept == {"greedy": False, "leaves": True, "drawn": True, "branches": True}
 
 
 @on_kernels(examples=15)

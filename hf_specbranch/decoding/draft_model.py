@@ -41,9 +41,10 @@ class DraftModel:
         in_blocks: one pass drafts all tokens.
         known_tokens: returns the text of the one row, without padding, as the host knows it; None: the device is asked.
         states: the target's hidden states, if the model reads them (`HeadModel`).
+        expands: `forward` returns logits of the whole vocabulary, where a shortlist scores only part of it.
     """
 
-    in_blocks = False
+    in_blocks, expands = False, True
     name, reread = "draft model", 2  # the target's own token, and the one before it if the whole draft was accepted
     states: TargetStates | None = None
     known_tokens: Callable[[], list[int]] | None = None
@@ -160,7 +161,7 @@ class DraftModel:
 
     def _expanded(self, logits: Tensor) -> Tensor:
         """Return logits over the draft's vocabulary; a shortlist scores only part of it."""
-        return logits if self.shortlist is None else self.shortlist.expand(logits)
+        return logits if self.shortlist is None or not self.expands else self.shortlist.expand(logits)
 
     def distribution(self, logits: Tensor, prefixes: Callable[[], Prefixes], guides: list[Guide]) -> Tensor:
         """Return probabilities [B, n, V] over the target's vocabulary, after the processors.

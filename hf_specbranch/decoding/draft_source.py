@@ -100,6 +100,11 @@ class DraftOps(Protocol):
         """
         ...
 
+    @property
+    def more_steps(self) -> Tensor | None:
+        """[B] where `extend` writes 1 if a new draft takes another step, else 0; None: it does not."""
+        ...
+
     def send(self, kept: Tensor | None) -> None:
         """Send the first tokens of each pending draft: `kept` [B] of them, within the room there is."""
         ...

@@ -332,6 +332,11 @@ class DraftRound:
             self.sent_scores = buffers.tensor("sent.scores", (rows, gamma, vocabulary), torch.float32)
             self.branch_scores = buffers.tensor("branches.scores", (rows, vocabulary), torch.float32)
 
+    @property
+    def goes_on(self) -> Tensor:
+        """[B] bool: rows whose new draft takes another step."""
+        return self.going & (self.pending.end < self.bound)
+
 
 def own_token_first(q: Tensor, token: Tensor, count: int) -> Tensor:
     """Return `count` tokens: the pending draft's own, then the likeliest others. `q` is [..., V], `token` [..., 1]."""

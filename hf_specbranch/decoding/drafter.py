@@ -129,7 +129,7 @@ class Drafter:
     def _propose(self, feedback: Feedback, is_new: bool, shown: int) -> None:
         self.ops.adopt(feedback.result, feedback.moved)
         for step in range(self.gamma if is_new else 0):
-            if self._no_row(self.round.going & (self.round.pending.end < self.round.bound)):
+            if self._no_row(self.round.goes_on):
                 break
             self._draft_step(step, shown)
         self._send(feedback.features)
@@ -194,7 +194,7 @@ class TorchDraftOps:
         hooks: where to stop, how wide to branch and how much to send.
     """
 
-    cuts_by_confidence = False
+    cuts_by_confidence, more_steps = False, None
 
     def __init__(self, round: DraftRound, model: DraftModel, hooks: HookList) -> None:
         self.round, self.model, self.hooks = round, model, hooks

@@ -67,6 +67,6 @@ class StepwiseDrafter(Drafter):
         """Wait for the last step; return whether a row takes another one."""
         if self.all_steps:
             return True
-        pending = self.round.pending
-        self.flags.send((self.round.going & (pending.end < self.round.bound)).long())
+        told = self.ops.more_steps
+        self.flags.send(self.round.goes_on.long() if told is None else told)
         return any(self.flags.read())

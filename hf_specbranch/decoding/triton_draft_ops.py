@@ -82,6 +82,18 @@ class TritonDraftOps:
             type(hook).keep is SpeculationHook.keep for hook in others
         )
         self.kept = kept_inputs(buffers, pending.count) if stepwise else None
+        self.more_steps = buffers.tensor("step.more", (pending.count,)) if stepwise else None
+        self.keeps_scores = (
+            round.policy.forks
+            or round.policy.drafts_ahead
+            or round.rejections.count > 0
+            or pending.generator is not None
+            or hooks.draft_scores
+        )
+        # Greedy drafts may be chosen among the tokens of a shortlist; others are never likely.
+        listed, greedy = model.shortlist, not model.processors and pending.generator is None
+        model.expands = listed is None or not greedy or listed.vocabulary > self.pending.vocabulary
+        self.token_ids = None if listed is None or model.expands else listed.ids
         self.inputs: ForwardInputs | None = None  # of the next step; `extend` writes them
 
     # ---- propose
@@ -111,8 +123,11 @@ class TritonDraftOps:
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         assert logits is not None
         epsilon = self.epsilon if stops else 0.0
-        inclusive = stops and self.round.sends_uncertain
-        self._advance(logits[:, -1:], flag, bound, further=further, epsilon=epsilon, sticky=stops, inclusive=inclusive)
+        inclusive, tells = stops and self.round.sends_uncertain, self.more_steps if stops else None
+        self._advance(
+            logits[:, -1:], flag, bound, further=further, epsilon=epsilon, sticky=stops, inclusive=inclusive,
+            goes_on=tells,
+        )  # fmt: skip
 
     def send(self, kept: Tensor | None) -> None:
         round = self.round
@@ -192,7 +207,10 @@ class TritonDraftOps:
             noise.exponential_(generator=pending.generator)
         assert self.inputs is not None
         positions = self.model.positions
-        advance(logits, self.pending, self.inputs, positions, flag, bound, self.round.count, noise=noise, **how)
+        advance(
+            logits, self.pending, self.inputs, positions, flag, bound, self.round.count, noise=noise,
+            token_ids=self.token_ids, keeps_scores=self.keeps_scores, **how,
+        )  # fmt: skip
 
     def _fill(self, inputs: ForwardInputs) -> ForwardInputs:
         """Write the last tokens of each pending draft to the inputs of a forward."""

@@ -23,14 +23,15 @@ from .backend import (
     launch_dependents,
     multiprocessors,
     power_of_two,
+    prefetch,
     tl,
     triton,
     varying,
     wait_after,
-    wait_for_dependencies,
 )
 from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
-from .spans import SPANS
+from .combine import CHUNK, combine_kernel
+from .spans import SPANS, blocks_of_spans
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
@@ -102,13 +103,14 @@ def attend(
         MASK=BY_SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
         SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
-        num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK, **dependent_launch(query.device),
+        num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK,
+        **dependent_launch(query.device),
     )  # fmt: skip
     if splits > 1:
-        _combine_kernel[(queries, heads, rows)](
-            partial, scores, scores[1], sink, out, size, splits,
-            SINKS=sinks is not None, SPLITS=power_of_two(splits, 8), SIZE=power_of_two(size, 16),
-            num_warps=min(8, max(1, power_of_two(splits, 8) * power_of_two(size, 16) // 1024)),
+        width = power_of_two(size, 16)
+        combine_kernel[(queries, heads, rows)](
+            partial, scores, scores[1], sink, seen, out, size, splits, *mask_strides, SINKS=sinks is not None,
+            BY_SPANS=by_spans, BLOCK=block, CHUNK=CHUNK, SIZE=width, num_warps=max(1, CHUNK * width // 1024),
             **dependent_launch(query.device),
         )  # fmt: skip
     return out
@@ -219,28 +221,33 @@ def _split_kernel(
     keys = key + row * key_row + shared * key_head
     values = value + row * value_row + shared * value_head
     masks = mask + row * mask_row + (token * mask_query)[:, None]
-    wait_after(row + shared + head + token, PDL)
+    # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use.
+    if MASK == 3:
+        # The kernel before this one writes q, k and v of the tokens in the pass. It lets this one start when everything
+        # before it is complete: the spans, and the keys and values of the text, which are prefetched.
+        first = tl.load(masks, mask=real[:, None], other=0, cache_modifier=".cg")
+        end = tl.load(masks + 1, mask=real[:, None], other=0, cache_modifier=".cg")
+        own_first = tl.load(masks + 2, mask=real[:, None], other=0, cache_modifier=".cg")
+        own_end = tl.load(masks + 3, mask=real[:, None], other=0, cache_modifier=".cg")
+        listed_first, number = blocks_of_spans(mask + row * mask_row, queries, mask_query, BLOCK)
+        if (split > 0) & (split >= number):
+            return
+        if PDL:
+            near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
+            near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
+            line = tl.arange(0, SIZE // 32)[None, :] * 32
+            prefetch(keys + near * key_slot + line)
+            prefetch(values + near * value_slot + line)
+        wait_after(row + shared + head + token + number, PDL)
+    else:
+        wait_after(row + shared + head + token, PDL)
+        # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
+        number = tl.load(count + row)
+        listed_first = tl.load(listed + row * blocks + split)
     query_tile = tl.load(queries_at, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
-    # Blocks are dealt to the splits in turn, so that each gets its share of whatever is in use.
-    if MASK == 3:
-        first = tl.load(masks, mask=real[:, None], other=0)
-        end = tl.load(masks + 1, mask=real[:, None], other=0)
-        own_first = tl.load(masks + 2, mask=real[:, None], other=0)
-        own_end = tl.load(masks + 3, mask=real[:, None], other=0)
-        # Empty spans of a query must not widen the range that its tile reads.
-        far: tl.constexpr = 2147483647
-        lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
-        highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
-        before_first = tl.min(tl.min(lowest, 1), 0) // BLOCK
-        number = tl.cdiv(tl.max(tl.max(highest, 1), 0), BLOCK) - before_first
-        listed_first = before_first
-    else:
-        # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
-        number = tl.load(count + row)
-        listed_first = tl.load(listed + row * blocks + split)
     for turn in range(split, number, splits):
         if MASK == 3:
             slot = (listed_first + turn) * BLOCK + tl.arange(0, BLOCK)
@@ -298,46 +305,4 @@ def _split_kernel(
         target = packed * splits + split
         tl.store(maxima + before + target, top, mask=real)
         tl.store(sums + before + target, total, mask=real)
-        used = inside_tile & (top > float("-inf"))[:, None]  # others are not read
-        tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=used)
-
-
-@varying("splits")
-def _combine_kernel(
-    partial: Value,
-    maxima: Value,
-    sums: Value,
-    sinks: Value,
-    out: Value,
-    size: Value,
-    splits: Value,
-    SINKS: constexpr,
-    SPLITS: constexpr,
-    SIZE: constexpr,
-    PDL: constexpr,
-) -> None:
-    launch_dependents(PDL)
-    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    queries, heads = tl.num_programs(0), tl.num_programs(1)
-    first = ((row * heads + head) * queries + token) * splits
-    split, lane = tl.arange(0, SPLITS), tl.arange(0, SIZE)
-    wait_for_dependencies(PDL)
-    tops = tl.load(maxima + first + split, mask=split < splits, other=float("-inf"))
-    totals = tl.load(sums + first + split, mask=split < splits, other=0.0)
-    results = tl.load(
-        partial + first * size + (split * size)[:, None] + lane[None, :],
-        mask=(tops > float("-inf"))[:, None] & (lane < size)[None, :],
-        other=0.0,
-    )
-    highest = tl.max(tops, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(highest, sink)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    share = tl.exp2(tops - base)
-    whole = tl.sum(share * totals, 0)
-    if SINKS:
-        whole += tl.exp2(sink - base)
-    result = tl.sum(results * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
-    target = out + ((row * queries + token) * heads + head) * size
-    tl.store(target + lane, result.to(out.dtype.element_ty), mask=lane < size)
+        tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=inside_tile)

@@ -84,21 +84,29 @@ def references_only() -> Iterator[None]:
         _references_only.reset(before)
 
 
+EARLY, LATE = 1, 2  # values of PDL
+
+
 @lru_cache
-def dependent_launch(device: torch.device) -> dict[str, bool]:
+def dependent_launch(device: torch.device, late: bool = False) -> dict[str, bool | int]:
     """Return the launch options for programmatic dependent launch (PDL), where the GPU has it (compute capability 9).
 
     The next kernel is then set up while this one still runs. A kernel calls `launch_dependents` first, and
     `wait_for_dependencies` or `wait_after` before it reads or writes anything that is not constant.
+
+    Args:
+        device: of the kernel.
+        late: the next kernel may start only after this one has waited. Then it can read, before it waits itself, what
+            all kernels before this one have written.
     """
     supported = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
+    return {"PDL": LATE if late else EARLY, "launch_pdl": True} if supported else {"PDL": 0}
 
 
 @jit
 def launch_dependents(PDL: constexpr) -> None:
     """Let the next kernel be set up as soon as all programs of this one have started."""
-    if PDL:
+    if PDL == 1:
         cuda.gdc_launch_dependents()
 
 
@@ -107,6 +115,8 @@ def wait_for_dependencies(PDL: constexpr) -> None:
     """Wait until everything that earlier kernels write is visible."""
     if PDL:
         cuda.gdc_wait()
+    if PDL == 2:
+        cuda.gdc_launch_dependents()
 
 
 @jit
@@ -120,6 +130,8 @@ def wait_after(numbers: Value, PDL: constexpr) -> None:
             "{ .reg .pred known; setp.ne.s64 known, $1, -1; @known griddepcontrol.wait; mov.u32 $0, 0; }",
             "=r,l", [numbers.to(tl.int64)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    if PDL == 2:
+        cuda.gdc_launch_dependents()
 
 
 @jit

@@ -41,9 +41,7 @@ MOST_ROWS = 4
 LANES = 32
 MOST_WORDS, MOST_STATES = 16, 64  # that a thread has at a time: loads of W, and elements of x
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
-GEMV_PLANS = tuple(
-    Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (4, 8), (8, 4), (8, 2), (8, 1), (16, 4))
-)
+GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (4, 8), (8, 4), (8, 2), (16, 4)))
 
 
 def gemv(
@@ -77,6 +75,7 @@ def gemv(
     _gemv_kernel[(triton.cdiv(columns, plan.strip if gate is None else plan.strip // 2),)](
         *arguments, added, out, columns, added.stride(0),
         RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh", **constants,
+        **dependent_launch(flat.device),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -101,7 +100,6 @@ def kernel_arguments(
         **dict(ROWS=rows if rows < 3 else 4, STRIP=plan.strip, PER_LOAD=form.per_load),
         **dict(BLOCK=block, EVEN=depth % block == 0, num_warps=plan.warps),
         **dict(ONE_STEP=depth <= block, ASSEMBLY=assembly(form.CODE, min(rows, 2)) if flat.is_cuda else None),
-        **dependent_launch(flat.device),
     }
     return (*tensors, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
 

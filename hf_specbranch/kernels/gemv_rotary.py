@@ -11,7 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, can_run, constexpr, jit, launch_dependents, tl, triton, varying, wait_after
+from .backend import (
+    Value,
+    can_run,
+    constexpr,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    tl,
+    triton,
+    varying,
+    wait_after,
+)
 from .gemv import kernel_arguments
 from .gemv_rows import constants_of_rows, product_of_rows
 from .linear import Plan
@@ -70,6 +81,7 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
         *arguments, cos, sin, out, keys, values, places, heads, shared, tokens,
         *cos.stride()[:2], *sin.stride()[:2], *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         places.stride(0), HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype), **constants,
+        **dependent_launch(x.device, late=True),
     )  # fmt: skip
     return out
 

@@ -46,7 +46,7 @@ def inner_product(flat: Tensor, terms: LowRank) -> Tensor:
     _inner_kernel[(count, splits)](
         flat, *terms.downs, *[first] * (MOST_TERMS - count), inner, rows, rank, depth, flat.stride(0),
         ROWS=tile(rows)["ROWS"], RANK=padded, BLOCK=BLOCK, num_warps=4, num_stages=3 if padded <= 32 else 2,
-        **dependent_launch(flat.device),
+        **dependent_launch(flat.device, late=True),
     )  # fmt: skip
     return inner
 
@@ -79,6 +79,7 @@ def _inner_kernel(
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
+    launch_dependents(PDL)
     term, terms = tl.program_id(0), tl.num_programs(0)
     split, splits = tl.program_id(1), tl.num_programs(1)
     steps = depth // BLOCK
@@ -120,7 +121,6 @@ def _multiply(
         line = tl.minimum(begin * BLOCK + tl.arange(0, 16) * (BLOCK // 2), end * BLOCK - 1)
         prefetch(down + tl.minimum(index, rank - 1)[:, None] * depth + line[None, :])
     wait_for_dependencies(PDL)
-    launch_dependents(PDL)
     result = tl.zeros((RANK, ROWS), tl.float32)
     for _ in range(begin, end):
         weights = tl.load(left, mask=(index < rank)[:, None], other=0.0)

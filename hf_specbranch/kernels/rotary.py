@@ -108,7 +108,7 @@ def rotary(
         SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half,
         STEP=step, ANGLE_STEP=angle_step, ONCE=rounds_once(rotation, cos, dtype), num_warps=1,
         enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
-        **dependent_launch(query.device),
+        **dependent_launch(query.device, late=True),
     )  # fmt: skip
     return out, None if slots is not None else keys
 

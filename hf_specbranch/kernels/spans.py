@@ -9,6 +9,34 @@ mask [B, Q, S] would have to be as wide as the text can get. Kernels take spans 
 them apart by their dtype. `runtime.eager` makes them, and turns them into masks.
 """
 
+from __future__ import annotations
+
 import torch
 
+from .backend import Value, constexpr, jit, tl
+
 SPANS = torch.int32  # the dtype of spans
+
+
+@jit
+def blocks_of_spans(spans: Value, queries: Value, stride: Value, BLOCK: constexpr) -> Value:
+    """Return the first block of keys that some query of a row sees, and how many there are up to the last one.
+
+    Args:
+        spans: of the row [Q, 4], with Q at most 64.
+        queries: Q.
+        stride: of a query.
+        BLOCK: keys in a block.
+    """
+    query = tl.arange(0, 64)
+    inside, at = query < queries, spans + query * stride
+    first = tl.load(at, mask=inside, other=0, cache_modifier=".cg")
+    end = tl.load(at + 1, mask=inside, other=0, cache_modifier=".cg")
+    own_first = tl.load(at + 2, mask=inside, other=0, cache_modifier=".cg")
+    own_end = tl.load(at + 3, mask=inside, other=0, cache_modifier=".cg")
+    # An empty span must not widen the range.
+    far: tl.constexpr = 2147483647
+    lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
+    highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
+    before_first = tl.min(lowest, 0) // BLOCK
+    return before_first, tl.cdiv(tl.max(highest, 0), BLOCK) - before_first

@@ -20,7 +20,7 @@ ROWS_AT_A_TIME = 16384  # rows that are converted in float32 at a time
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight has eight bits per element. In FP8 a row has one scale, in int8 128 elements have one.
+    """A linear layer whose weight has eight bits per element, and one scale per row in FP8, per 128 elements in int8.
 
     FP8 numbers have an exponent of their own, so that finer scales would make them no more exact.
 

@@ -31,6 +31,9 @@ def advance(
     side: SideBranchBuffers | None = None,
     step: int = 0,
     noise: Tensor | None = None,
+    goes_on: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    keeps_scores: bool = True,
 ) -> None:
     """Record the distribution after each branch, choose its next token, and write the inputs of the next step.
 
@@ -49,6 +52,9 @@ def advance(
         side: the side branches, extended too if given.
         step: which step of the side branches this is.
         noise: [B, Q, V'] exponential random numbers, with which tokens are drawn; None takes the likeliest.
+        goes_on: [B] receives 1 where the pending draft can take another step, else 0.
+        token_ids: [V'] the token of each logit; None: its index. The probabilities of other tokens are not written.
+        keeps_scores: record the distributions; without it, only the confidence.
     """
     others = 0 if side is None else side.most
     unused = (pending.next, pending.next, pending.next, pending.confidence, pending.scores, pending.next)
@@ -57,20 +63,24 @@ def advance(
     found, chunks = search_chunks(logits, known, noise)
     norms = torch.empty((pending.rows, 1 + others, 2), device=logits.device)
     entries = index_memory((pending.rows, 1 + others), torch.long, logits.device)
-    block, whole = pending.block, chunk_count(vocabulary) == 1
+    block, listed = pending.block, token_ids is not None
+    chunks_to_write = chunk_count(known if listed else vocabulary)
+    whole = chunks_to_write == 1
     _advance_kernel[(pending.rows, 1 + others)](
         logits, pending.confidence if noise is None else noise, *found, norms, entries, pending.ids, *pending[2:],
-        count, flag, bound, *(side or unused), *inputs, positions, further, epsilon, step,
+        count, flag, bound, count if goes_on is None else goes_on, entries if token_ids is None else token_ids,
+        *(side or unused), *inputs, positions, further, epsilon, step,
         logits.stride(0), logits.stride(1), known, vocabulary, pending.ids.stride(0), pending.ring, others, depth,
         positions.stride(0), inputs.tokens.stride(0), logits.shape[1],
-        STICKY=sticky, INCLUSIVE=inclusive, DRAWS=noise is not None, WHOLE=whole, CHUNKS=chunks,
-        BLOCK=chunk_size(known), OUT_BLOCK=block,
-        num_warps=memory.warps(block) if whole else 1,
+        STICKY=sticky, INCLUSIVE=inclusive, TELLS=goes_on is not None, LISTED=listed, DRAWS=noise is not None,
+        WHOLE=whole and keeps_scores, CHUNKS=chunks, BLOCK=chunk_size(known), OUT_BLOCK=block,
+        num_warps=memory.warps(block) if whole or chunks == 1 else 1,
     )  # fmt: skip
-    if not whole:
-        _distribution_kernel[(chunk_count(vocabulary), 1 + others, pending.rows)](
-            logits, norms, entries, pending.scores, pending.scores if side is None else side.scores, logits.stride(0),
-            logits.stride(1), known, vocabulary, BLOCK=block, num_warps=memory.warps(block),
+    if keeps_scores and not whole:
+        _distribution_kernel[(chunks_to_write, 1 + others, pending.rows)](
+            logits, norms, entries, pending.scores, pending.scores if side is None else side.scores,
+            entries if token_ids is None else token_ids, logits.stride(0), logits.stride(1), known, vocabulary,
+            LISTED=listed, BLOCK=block, num_warps=memory.warps(block),
         )  # fmt: skip
 
 
@@ -79,15 +89,15 @@ def advance(
 def _advance_kernel(
     logits: Value, noise: Value, largest: Value, total: Value, rate: Value, found: Value, norms: Value, entries: Value,
     ids: Value, end: Value, cached: Value, next_token: Value, confidence: Value, scores: Value,
-    count: Value, flag: Value, bound: Value,
+    count: Value, flag: Value, bound: Value, more_steps: Value, token_ids: Value,
     point: Value, forks: Value, side_tokens: Value, side_confidence: Value, side_scores: Value,
     side_slots: Value,
     input_tokens: Value, input_slots: Value, input_positions: Value, spans: Value, positions: Value,
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
     inputs_stride: Value, queries: Value,
-    STICKY: constexpr, INCLUSIVE: constexpr, DRAWS: constexpr, WHOLE: constexpr, CHUNKS: constexpr, BLOCK: constexpr,
-    OUT_BLOCK: constexpr,
+    STICKY: constexpr, INCLUSIVE: constexpr, TELLS: constexpr, LISTED: constexpr, DRAWS: constexpr, WHOLE: constexpr,
+    CHUNKS: constexpr, BLOCK: constexpr, OUT_BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * row_stride + branch * query_stride
@@ -95,6 +105,8 @@ def _advance_kernel(
     top_value, whole, best = combined(
         logits, noise + at * known, largest, total, rate, found, at, known, DRAWS, CHUNKS, BLOCK
     )  # fmt: skip
+    if LISTED:
+        best = tl.load(token_ids + best)
     top = 1.0 / whole  # the probability of the likeliest token
 
     if branch == 0:
@@ -104,7 +116,8 @@ def _advance_kernel(
         tl.store(next_token + row, best)
         tl.store(cached + row, next_column)
         out = scores + entry * vocabulary
-        extends = tl.load(flag + row).to(tl.int1) & (next_column < tl.load(bound + row) + further)
+        last = tl.load(bound + row) + further
+        extends = tl.load(flag + row).to(tl.int1) & (next_column < last)
         goes_on = extends & (top >= epsilon)
         if STICKY:
             tl.store(flag + row, goes_on)
@@ -116,6 +129,8 @@ def _advance_kernel(
         token = tl.where(extends, best, before)
         column = next_column + extends.to(tl.int64) - 1
         tl.store(end + row, column + 1)
+        if TELLS:
+            tl.store(more_steps + row, (goes_on & (column + 1 < last)).to(tl.int64))
         slot = column
         more = column >= 0
     else:
@@ -137,7 +152,7 @@ def _advance_kernel(
     tl.store(spans + place * 4 + bound_of_span, (slot + 1).to(tl.int32), mask=more)
 
     if WHOLE:
-        write_chunk(logits, out, 0, top_value, whole, known, vocabulary, OUT_BLOCK)
+        write_chunk(logits, out, token_ids, 0, top_value, whole, known, vocabulary, LISTED, OUT_BLOCK)
     else:
         place = row * (1 + most) + branch
         tl.store(norms + place * 2, top_value)
@@ -147,8 +162,8 @@ def _advance_kernel(
 
 @varying("row_stride", "query_stride", "known", "vocabulary")
 def _distribution_kernel(
-    logits: Value, norms: Value, entries: Value, scores: Value, side_scores: Value, row_stride: Value,
-    query_stride: Value, known: Value, vocabulary: Value, BLOCK: constexpr,
+    logits: Value, norms: Value, entries: Value, scores: Value, side_scores: Value, token_ids: Value,
+    row_stride: Value, query_stride: Value, known: Value, vocabulary: Value, LISTED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     chunk, branch, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     logits += row * row_stride + branch * query_stride
@@ -158,15 +173,19 @@ def _distribution_kernel(
         out = side_scores
     out += tl.load(entries + place) * vocabulary
     largest, total = tl.load(norms + place * 2), tl.load(norms + place * 2 + 1)
-    write_chunk(logits, out, chunk, largest, total, known, vocabulary, BLOCK)
+    write_chunk(logits, out, token_ids, chunk, largest, total, known, vocabulary, LISTED, BLOCK)
 
 
 @jit
 def write_chunk(
-    logits: Value, out: Value, chunk: Value, largest: Value, total: Value, known: Value, vocabulary: Value,
-    BLOCK: constexpr,
+    logits: Value, out: Value, token_ids: Value, chunk: Value, largest: Value, total: Value, known: Value,
+    vocabulary: Value, LISTED: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Write a chunk of the distribution; tokens that the draft does not know have probability 0."""
     index = chunk * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + index, mask=index < known, other=-float("inf")).to(tl.float32)
-    tl.store(out + index, tl.exp(value - largest) / total, mask=index < vocabulary)
+    chance = tl.exp(value - largest) / total
+    if LISTED:
+        tl.store(out + tl.load(token_ids + index, mask=index < known, other=0), chance, mask=index < known)
+    else:
+        tl.store(out + index, chance, mask=index < vocabulary)
