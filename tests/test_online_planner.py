@@ -426,6 +426,38 @@ def test_plan_that_loses_is_left():
     assert known.choices and {choice.plan.policy for choice in known.choices.values()} == {"autoregressive"}
 
 
+def test_draft_is_kept_while_its_texts_are_faster_than_plain_decoding():
+    """Recordings of a few poor texts say that it does not pay, measurements of the last texts that it does."""
+    planner = planner_for(NEVER)
+    drafted = next(plan for plan in planner.plans if plan.policy == "vanilla")
+    plain = choose([planner.other(drafted)], [NEVER], CHEAP_DRAFT, True)
+    known, key, seconds = planner.known, planner.key, 1 / plain.tokens_per_second
+    assert planner.kept(plain, drafted) == plain  # nothing was measured
+    for _ in range(4):
+        known.add_drafted(key, 100.0, 80 * seconds)
+    assert planner.kept(plain, drafted).plan == drafted
+    for _ in range(16):
+        known.add_drafted(key, 100.0, 120 * seconds)
+    assert planner.kept(plain, drafted) == plain
+    assert known.drafted_speed(key) is None  # a later trial is judged by itself
+
+
+def test_poor_recordings_do_not_end_drafts_that_pay():
+    known, costs, policies = Knowledge(), StepCosts(0.004, 1e-3, 1e-4, 1e-6), []
+    for _ in range(8):
+        plan_text(ALWAYS, known, costs)
+    for _ in range(8):  # as if only poor texts had been recorded
+        known.texts.update(known.texts.begin(), [NEVER])
+    (key,) = known.choices
+    known.next_evaluation[key], known.unplanned_seconds = 0, 1e9
+    plan_text(ALWAYS, known, costs)
+    assert known.choices[key].plan.policy != "autoregressive"
+    for _ in range(24):
+        followed, _ = plan_text(NEVER, known, costs)
+        policies.append(followed[-1].plan.policy)
+    assert policies[-1] == known.choices[key].plan.policy == "autoregressive"
+
+
 @pytest.mark.parametrize("seed", [0, *map(slowly, range(1, 4))])
 def test_load_does_not_mislead(seed):
     """Segments take one to eight times as long, at random: the plan stays the one of a quiet machine."""

@@ -21,6 +21,7 @@ from .store import Entries, PairFile, file_of
 
 RECENT_TEXTS = 8  # how many recordings are kept
 RECENT_LENGTHS = 16  # how many lengths of texts are kept
+RECENT_SEGMENTS, FEWEST_SEGMENTS = 16, 4  # with a draft: how many are kept, and how many show its speed
 EVALUATE_ALWAYS = 4  # up to this generation each one re-evaluates the choice, later ones ever more rarely
 # A fraction more generations, by whether the choice drafts (if not, nothing else shows that it is wrong); and at most
 # so many more.
@@ -74,6 +75,7 @@ class Knowledge:
         shelved: a choice that pays for longer texts than the last ones, and the seconds per token that it saves, per
             situation and the user's settings.
         lengths: new tokens of the last texts.
+        drafted: tokens and seconds of the last segments with a draft, per situation and the user's settings.
         generations: how many generations have been timed.
         next_evaluation: the generation after which the choice is re-evaluated, whatever its rounds took, per situation
             and the user's settings.
@@ -95,6 +97,7 @@ class Knowledge:
     rivals: dict[Key, tuple[SpecBranchConfig, float]] = field(default_factory=dict)
     shelved: dict[Key, tuple[Choice, float]] = field(default_factory=dict)
     lengths: list[float] = field(default_factory=list)
+    drafted: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     generations: int = 0
     next_evaluation: dict[Key, int] = field(default_factory=dict)
     evaluation_seconds: float = 0.0
@@ -209,6 +212,17 @@ class Knowledge:
             return not EXPECTED_TOKENS[0] < tokens / predicted < EXPECTED_TOKENS[1]
         relative = sum(each[0] for each in texts) / sum(each[1] for each in texts)
         return not EXPECTED_PROGRESS[0] < relative < EXPECTED_PROGRESS[1]
+
+    def add_drafted(self, key: Key, tokens: float, seconds: float) -> None:
+        """Count a segment with a draft."""
+        self.drafted[key] = [*self.drafted.get(key, ())[1 - RECENT_SEGMENTS :], (tokens, seconds)]
+
+    def drafted_speed(self, key: Key) -> float | None:
+        """Return the tokens per second of the last segments with a draft; None after too few of them."""
+        segments = self.drafted.get(key, [])
+        if len(segments) < FEWEST_SEGMENTS:
+            return None
+        return sum(tokens for tokens, _ in segments) / sum(seconds for _, seconds in segments)
 
     def end_text(self, tokens: float) -> None:
         """Count a generation of so many tokens per row."""

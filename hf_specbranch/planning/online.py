@@ -82,6 +82,7 @@ class Planner(TextChoices):
         self.agreements, self.text = agreements, known.texts.begin()
         self.speed: float | None = None  # that the passes of the last segment showed
         self.last_plan: SpecBranchConfig | None = None
+        self.last_draft: SpecBranchConfig | None = None  # that this text has followed
         self.checks = self.times_off = 0
         self.learned = False  # something that is worth keeping
 
@@ -210,6 +211,9 @@ class Planner(TextChoices):
     def _learn(self, segment: PlanSegment, timing: SegmentTiming, ending: bool = False) -> bool:
         """Record the timing of a segment that followed a choice; return whether to re-evaluate that choice."""
         reliable = self._record(segment, timing)
+        if reliable and segment.plan.policy != "autoregressive":
+            self.known.add_drafted(self.key, timing.tokens, timing.seconds)
+            self.last_draft = segment.plan
         self.known.unplanned_seconds += timing.seconds
         may_pause = ending or segment.plan.policy == "autoregressive"
         is_off = reliable and self._is_off(segment, timing, ending)
@@ -237,6 +241,7 @@ class Planner(TextChoices):
             self.known.unplanned_seconds += timing.seconds
         self.known.end_text(self.tokens)
         if (choice := self.known.choices.get(self.key)) is not None:
+            choice = choice if self.last_draft is None else self.kept(choice, self.last_draft)
             self.known.choices[self.key] = self.worth_reading(choice)
         if self.learned:
             self.known.save()

@@ -140,8 +140,28 @@ class TextChoices:
         """Return the seconds per token that a choice saves, compared with plain decoding."""
         costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
         plans = self.other(choice.plan), choice.plan
-        without, drafted = (choose([each], texts, costs, self.captured, ratios=ratios) for each in plans)
-        return 1 / without.tokens_per_second - 1 / drafted.tokens_per_second
+        without, drafted = (
+            choose([each], texts, costs, self.captured, ratios=ratios).tokens_per_second for each in plans
+        )
+        return 1 / without - 1 / max(drafted, self.known.drafted_speed(self.key) or 0.0)
+
+    def kept(self, choice: Choice, drafted: SpecBranchConfig) -> Choice:
+        """Return the choice for the next text: not plain decoding, if the last texts with a draft were faster.
+
+        Recordings are of few texts, often of those that went badly. What was measured on many counts for more.
+
+        Args:
+            choice: by the recordings.
+            drafted: the plan with a draft that this text has followed.
+        """
+        speed = self.known.drafted_speed(self.key)
+        if choice.plan.policy != "autoregressive" or speed is None:
+            return choice
+        if speed < choice.tokens_per_second:
+            del self.known.drafted[self.key]  # a later trial is judged by itself
+            return choice
+        texts = self.texts() or [self.typical]
+        return choose([drafted], texts, self.costs(), self.captured, ratios=dict(self.known.ratios))
 
     def worth_reading(self, choice: Choice) -> Choice:
         """Return the choice, or plain decoding if texts are too short for a draft.
