@@ -232,10 +232,10 @@ def _split_kernel(
         listed_first, number = blocks_of_spans(mask + row * mask_row, queries, mask_query, BLOCK)
         if (split > 0) & (split >= number):
             return
+        near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
+        near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
+        line = tl.arange(0, (SIZE + 31) // 32)[None, :] * 32
         if PDL and number > 0:
-            near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
-            near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
-            line = tl.arange(0, SIZE // 32)[None, :] * 32
             prefetch(keys + near * key_slot + line)
             prefetch(values + near * value_slot + line)
         wait_after(row + shared + head + token + number, PDL)

@@ -41,7 +41,9 @@ MOST_ROWS = 4
 LANES = 32
 MOST_WORDS, MOST_STATES = 16, 64  # that a thread has at a time: loads of W, and elements of x
 # Few rows of W per program fill the GPU with small weights; many share the loads of x.
-GEMV_PLANS = tuple(Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (4, 8), (8, 4), (8, 2), (16, 4)))
+GEMV_PLANS = tuple(
+    Plan(1, 1, strip, warps) for strip, warps in ((4, 4), (4, 2), (4, 8), (8, 4), (8, 2), (8, 1), (16, 4))
+)
 
 
 def gemv(
