@@ -57,7 +57,8 @@ def attend(
         key: [B, Hkv, S, D], Hkv dividing Hq.
         value: [B, Hkv, S, D].
         mask: [B or 1, 1, Q, S], boolean (True: visible) or additive; or spans [B, 1, Q, 4] of int32; None: everything
-            is visible. With spans, no key outside of the blocks that they touch is read.
+            is visible. With spans, no key outside of the blocks that they touch is read. Spans are read before the
+            wait for the kernel before, which must be launched `late` if it is one of ours (`dependent_launch`).
         scaling: factor of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: [Hq], an extra score per head that takes weight and adds no value.

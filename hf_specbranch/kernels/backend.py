@@ -84,7 +84,7 @@ def references_only() -> Iterator[None]:
         _references_only.reset(before)
 
 
-EARLY, LATE = 1, 2  # values of PDL
+EARLY, LATE = 1, 2  # values of PDL; 0: without
 
 
 @lru_cache
@@ -105,8 +105,8 @@ def dependent_launch(device: torch.device, late: bool = False) -> dict[str, bool
 
 @jit
 def launch_dependents(PDL: constexpr) -> None:
-    """Let the next kernel be set up as soon as all programs of this one have started."""
-    if PDL == 1:
+    """Let the next kernel be set up as soon as all programs of this one have started; if `late`, have waited."""
+    if PDL == 1:  # EARLY
         cuda.gdc_launch_dependents()
 
 
@@ -115,7 +115,7 @@ def wait_for_dependencies(PDL: constexpr) -> None:
     """Wait until everything that earlier kernels write is visible."""
     if PDL:
         cuda.gdc_wait()
-    if PDL == 2:
+    if PDL == 2:  # LATE
         cuda.gdc_launch_dependents()
 
 
@@ -130,7 +130,7 @@ def wait_after(numbers: Value, PDL: constexpr) -> None:
             "{ .reg .pred known; setp.ne.s64 known, $1, -1; @known griddepcontrol.wait; mov.u32 $0, 0; }",
             "=r,l", [numbers.to(tl.int64)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    if PDL == 2:
+    if PDL == 2:  # LATE
         cuda.gdc_launch_dependents()
 
 
