@@ -26,6 +26,7 @@ from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.autotune import PlanCache, read_plans
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
+from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import (
     BLOCK,
     PLANS,
@@ -50,8 +51,11 @@ from hf_specbranch.kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
+from hf_specbranch.kernels.quantised import QUANTISED_PLANS
 from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
+from hf_specbranch.layers.packed_linear import PackedLinear
+from hf_specbranch.layers.quantised_formats import recognise_format
 
 from .families import make
 from .kernels import DEVICE, DTYPES, assert_close, dtypes, on_kernels, partials_and_sum, randn, seeds
@@ -300,12 +304,25 @@ def test_plans_are_kept_on_disk_and_broken_files_ignored(tmp_path):
 def test_shipped_plans_fit():
     assert autotune.plans.shipped
     for name, plan in autotune.plans.shipped.items():
-        gpu, dtype, rows, shape, kind = name.split("|")
+        gpu, kept, rows, shape, kind = name.split("|")
+        dtype, _, form = kept.partition(" ")
         columns, depth = map(int, shape.split("x"))
-        assert gpu and dtype == "bfloat16" and rows in ("16", "32") and columns > 0
-        assert kind in get_args(autotune.Kind)
-        assert plan is None or (plan in PLANS and depth % BLOCK == 0 and depth // BLOCK >= plan.splits)
+        assert gpu and dtype == "bfloat16" and columns > 0 and kind in get_args(autotune.Kind)
+        if form:  # a copy of a draft
+            assert form == f"float8-k-g{depth}x1-none-bfloat16" and rows in ("1", "4")
+            assert plan in (*GEMV_PLANS, *QUANTISED_PLANS)
+        else:
+            assert rows in ("16", "32") and kind in ("split-k", "whole", "gated")
+            assert plan is None or plan in PLANS
+        assert plan is None or (depth % BLOCK == 0 and depth // BLOCK >= plan.splits)
         assert plan is None or kind == "split-k" or plan.splits == 1
+
+
+def test_shipped_plans_are_those_of_copies():
+    """The keys of quantised plans name the format that a copy of a draft has."""
+    layer = PackedLinear(torch.randn(1152, 896, dtype=torch.bfloat16), None, "float8")
+    name = recognise_format(layer)(layer).name
+    assert f"NVIDIA H200|bfloat16 {name}|1|1152x896|normed" in autotune.plans.shipped
 
 
 @pytest.fixture

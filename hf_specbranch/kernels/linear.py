@@ -200,6 +200,7 @@ def streamed(
 
     W is the left operand: tensor cores read it from shared memory, without passing through registers. Its first block
     is prefetched while the kernel that computes x may still run; more would compete with that kernel for bandwidth.
+    x is not cached in L1: without PDL, it may be read before a wait (`lora.py`), which would drop what is old there.
     """
     inner = begin * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)
@@ -210,7 +211,8 @@ def streamed(
     wait_for_dependencies(PDL)
     result = tl.zeros((STRIP, ROWS), tl.float32)
     for _ in range(begin, end):
-        result = tl.dot(tl.load(left), tl.load(right, mask=(row < rows)[None, :], other=0.0), result)
+        states = tl.load(right, mask=(row < rows)[None, :], other=0.0, cache_modifier=".cg")
+        result = tl.dot(tl.load(left), states, result)
         left += BLOCK
         right += BLOCK
     return result
