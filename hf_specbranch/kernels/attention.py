@@ -235,10 +235,11 @@ def _split_kernel(
             return
         near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
         near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
-        line = tl.arange(0, (SIZE + 31) // 32)[None, :] * 32
-        if PDL and number > 0:
-            prefetch(keys + near * key_slot + line)
-            prefetch(values + near * value_slot + line)
+        line = tl.minimum(tl.arange(0, (SIZE + 31) // 32) * 32, size - 1)[None, :]
+        if PDL:
+            if number > 0:
+                prefetch(keys + near * key_slot + line)
+                prefetch(values + near * value_slot + line)
         wait_after(row + shared + head + token + number, PDL)
     else:
         wait_after(row + shared + head + token, PDL)

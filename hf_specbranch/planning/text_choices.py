@@ -158,7 +158,7 @@ class TextChoices:
         if choice.plan.policy != "autoregressive" or speed is None:
             return choice
         if speed < choice.tokens_per_second:
-            del self.known.drafted[self.key]  # a later trial is judged by itself
+            self.known.drafted.pop(self.key, None)  # a later trial is judged by itself
             return choice
         texts = self.texts() or [self.typical]
         return choose([drafted], texts, self.costs(), self.captured, ratios=dict(self.known.ratios))
