@@ -1,6 +1,7 @@
 """Rotary and attention: kernels equal their references, references equal transformers; the attention interface."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.phi3 import modeling_phi3 as phi3
 
-from hf_specbranch.kernels import attention_interface, register
+from hf_specbranch.kernels import attention, attention_interface, register
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.attention_interface import original_attention, override_attention
@@ -22,6 +23,7 @@ from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary
 from hf_specbranch.kernels.rotation import HALVES, ROTATIONS, Rotation, rotary_reference
+from hf_specbranch.kernels.spans import SPANS
 from hf_specbranch.layers import fused
 
 from .families import make
@@ -124,6 +126,22 @@ def test_kernel_attention(dtype, seed, rows, heads, queries, slots, size, kind, 
     sinks = randn(heads[0], dtype=dtype) if with_sinks else None
     given_ = (query, key, value, mask, size**-0.5, softcap, sinks)
     assert_close(attend(*given_), attend_reference(*given_))
+
+
+@on_kernels
+@given(st.sampled_from([16, 64, 96]), st.integers(1, 5), st.sampled_from([40, 1300, 2300]), seeds)
+@example(16, 1, 2300, 0)
+@example(64, 3, 1300, 0)
+def test_spans_of_long_and_short_texts(size, queries, length, seed):
+    """More splits than are combined at a time, rows of different lengths, a query that sees nothing."""
+    torch.manual_seed(seed)
+    query, (key, value) = randn(2, 4, queries, size), randn(2, 2, 2, length + 40, size)
+    end = length - torch.arange(queries) - length // 2 * torch.arange(2)[:, None]  # [B, Q]
+    spans = torch.stack([end % 3 * 30, end, end + 5, end + 5 + torch.arange(queries) % 3], -1)[:, None]
+    spans[1, :, -1] = 0
+    given_ = query, key, value, spans.to(DEVICE, SPANS), size**-0.5
+    with mock.patch.object(attention, "multiprocessors", lambda device: 132):
+        assert_close(attend(*given_), attend_reference(*given_))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,7 @@
 
 A stage that drafts gamma tokens runs all of its steps, also those after the draft has become uncertain. Where a step
 takes much longer than the host needs to hear of it, each step is a stage of its own. On an H200 that costs 15 us per
-step; a step of a draft with 0.5B parameters takes 430 to 580.
+step; a step of a draft with 0.5B parameters takes 370 to 600.
 """
 
 from __future__ import annotations
@@ -67,6 +67,6 @@ class StepwiseDrafter(Drafter):
         """Wait for the last step; return whether a row takes another one."""
         if self.all_steps:
             return True
-        told = self.ops.more_steps
-        self.flags.send(self.round.goes_on.long() if told is None else told)
+        more_steps = self.ops.more_steps
+        self.flags.send(self.round.goes_on.long() if more_steps is None else more_steps)
         return any(self.flags.read())

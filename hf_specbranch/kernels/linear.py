@@ -200,7 +200,7 @@ def streamed(
 
     W is the left operand: tensor cores read it from shared memory, without passing through registers. Its first block
     is prefetched while the kernel that computes x may still run; more would compete with that kernel for bandwidth.
-    x is not cached in L1: without PDL, it may be read before a wait (`lora.py`), which would drop what is old there.
+    x is read past L1, which may hold old values before a wait: `lora.py` calls this without PDL, and waits later.
     """
     inner = begin * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)

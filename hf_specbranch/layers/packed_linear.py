@@ -22,7 +22,7 @@ ROWS_AT_A_TIME = 16384  # rows that are converted in float32 at a time
 class PackedLinear(nn.Module):
     """A linear layer whose weight has eight bits per element, and one scale per row in FP8, per 128 elements in int8.
 
-    FP8 numbers have an exponent of their own, so that finer scales would make them no more exact.
+    FP8 numbers have an exponent of their own, so that finer scales would make them hardly more exact.
 
     Few rows of `x` in half precision run through the kernel of quantised weights, since the tensors are those of a
     format that it knows (`quantised_formats`). Otherwise the weight is dequantised for each product: by a kernel, or
@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_rows(weight: Tensor, kind: Bits8) -> tuple[Tensor, Tensor]:
-    """Return codes [N, K] and scales of a weight: the largest element that has a scale has the largest code.
+    """Return codes [N, K] and scales of a weight: the largest element of a row, or of a group, has the largest code.
 
     Example:
         >>> weight = torch.zeros(1, 128)
