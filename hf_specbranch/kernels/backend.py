@@ -135,6 +135,15 @@ def wait_after(numbers: Value, PDL: constexpr) -> None:
 
 
 @jit
+def zero_after_wait(PDL: constexpr) -> Value:
+    """Return 0, which is known only after the wait: assembly whose address includes it cannot load before."""
+    if PDL:
+        return tl.inline_asm_elementwise("mov.b64 $0, 0;", "=l", [], tl.int64, is_pure=False, pack=1)
+    else:
+        return tl.cast(0, tl.int64)
+
+
+@jit
 def prefetch(pointers: Value) -> None:
     """Prefetch the cache lines of these pointers into L2 without waiting for them. On CUDA only."""
     tl.inline_asm_elementwise(

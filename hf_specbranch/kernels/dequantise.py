@@ -23,7 +23,7 @@ from .backend import (
     varying,
     wait_for_dependencies,
 )
-from .gemv_words import scale_of
+from .gemv_words import scale_value
 from .linear import BLOCK
 from .packed import Packed, dequantise
 from .quantised import groups_of_step, kernel_takes
@@ -116,7 +116,8 @@ def _dequantise_kernel(
     place = tl.arange(0, WIDTH)
     codes = tl.load(data + n[:, None] * data_n + (step * WIDTH + place).to(tl.int64)[None, :] * data_k)
     group = groups_of_step(step, place, GROUP, BLOCK, WHOLE)
-    factor = scale_of(scale + (n // SCALE_ROWS)[:, None] * scale_n + group[None, :] * scale_k, EXPONENTS)
+    factors = tl.load(scale + (n // SCALE_ROWS)[:, None] * scale_n + group[None, :] * scale_k)
+    factor = scale_value(factors, EXPONENTS)
     if BYTES:
         value = codes.to(tl.float32) * factor
     else:

@@ -24,13 +24,16 @@ from .backend import (
     dependent_launch,
     jit,
     launch_dependents,
+    multiprocessors,
     power_of_two,
     tl,
     triton,
     varying,
     wait_for_dependencies,
+    zero_after_wait,
 )
 from .gated import Activation, apply_gate
+from .gemv_loads import load_one, store_one
 from .gemv_rows import constants_of_rows, product_of_rows
 from .gemv_words import BYTES_PER_LOAD, assembly, format_of
 from .linear import Plan
@@ -101,7 +104,8 @@ def kernel_arguments(
         **form._asdict(),
         **dict(ROWS=rows if rows < 3 else 4, STRIP=plan.strip, PER_LOAD=form.per_load),
         **dict(BLOCK=block, EVEN=depth % block == 0, num_warps=plan.warps),
-        **dict(ONE_STEP=depth <= block, ASSEMBLY=assembly(form.CODE, min(rows, 2)) if flat.is_cuda else None),
+        **dict(ONE_STEP=depth <= block, THREADS=_threads(weight.shape[0], plan, flat.device)),
+        **dict(ASSEMBLY=assembly(form.CODE, min(rows, 2)) if flat.is_cuda else None),
     }
     return (*tensors, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
 
@@ -117,6 +121,15 @@ def _loads(depth: int, rows: int, per_load: int, plan: Plan) -> int:
     return needed if needed <= most else max(1, most // 2)
 
 
+def _threads(rows: int, plan: Plan, device: torch.device) -> int:
+    """Return the threads of a program if all its loads of x are to come first, else 0; see `all_loaded`.
+
+    Few programs must wait for the latency of the memory only once. Many hide it from each other, and need the registers
+    that early loads take.
+    """
+    return LANES * plan.warps if triton.cdiv(rows, plan.strip) <= 2 * multiprocessors(device) else 0
+
+
 def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
     """Return whether the kernel can compute this product with this plan."""
     return (
@@ -125,6 +138,7 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.stride(-1) == 1
+        and _aligned(x)
         and kernel_takes(weight)
     )
 
@@ -141,7 +155,13 @@ def kernel_takes(weight: Packed) -> bool:
 
 def takes_norm(norm: Norm) -> bool:
     """Return whether a product can compute a norm of its input: RMSNorm without a bias."""
-    return not norm.form.centred and norm.bias is None
+    return not norm.form.centred and norm.bias is None and _aligned(norm.weight)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Return whether each row begins at an address that whole loads can be made from."""
+    rows = x.stride(-2) * x.element_size() if x.ndim > 1 else 0
+    return x.data_ptr() % BYTES_PER_LOAD == rows % BYTES_PER_LOAD == 0
 
 
 @varying("rows")
@@ -185,6 +205,7 @@ def _gemv_kernel(
     BLOCK: constexpr,
     EVEN: constexpr,
     ONE_STEP: constexpr,
+    THREADS: constexpr,
     ASSEMBLY: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -196,25 +217,28 @@ def _gemv_kernel(
         n += strip // HALF * columns
     words, gain, group, whole, begin = constants_of_rows(
         n, data, scale, zero, bias, norm_weight, depth, row_words, data_row, scale_n, scale_k, zero_n, zero_k, NORM,
-        BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
+        OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
+        ASSEMBLY is None,
     )  # fmt: skip
     wait_for_dependencies(PDL)
+    x += zero_after_wait(PDL)
+    residual += zero_after_wait(PDL)
     place = tl.program_id(0) * HALF + tl.arange(0, HALF)
     inside = place < columns
     added: Value = ()
     for row in tl.static_range(ROWS):
         if RESIDUAL:
-            added += (tl.load(residual + row * residual_row + place, mask=inside & (row < rows), other=0.0),)
+            added += (load_one(residual + row * residual_row + place, inside & (row < rows), ASSEMBLY is None),)
         else:
             added += (0.0,)
     products = product_of_rows(
         words, gain, group, whole, begin, n, x, data, scale, zero, norm_weight, rows, depth, x_row, row_words, data_row,
         scale_n, scale_k, zero_n, zero_k, eps, NORM, OFFSET, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET,
-        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY,
+        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, THREADS, ASSEMBLY,
     )  # fmt: skip
     for row in tl.static_range(ROWS):
         result = _finished(products[row], added[row], out.dtype.element_ty, RESIDUAL, GATED, TANH, HALF)
-        tl.store(out + row * columns + place, result, mask=inside & (row < rows))
+        store_one(out + row * columns + place, result, inside & (row < rows), ASSEMBLY is None)
 
 
 @jit

@@ -22,8 +22,10 @@ from .backend import (
     triton,
     varying,
     wait_after,
+    zero_after_wait,
 )
 from .gemv import kernel_arguments
+from .gemv_loads import store_one
 from .gemv_rows import constants_of_rows, product_of_rows
 from .linear import Plan
 from .norm import Norm
@@ -148,6 +150,7 @@ def _rotary_gemv_kernel(
     BLOCK: constexpr,
     EVEN: constexpr,
     ONE_STEP: constexpr,
+    THREADS: constexpr,
     ASSEMBLY: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -158,7 +161,8 @@ def _rotary_gemv_kernel(
     n = pair // HEAD_HALF * (2 * HEAD_HALF) + pair % HEAD_HALF + strip // PAIRS * HEAD_HALF
     words, gain, group, whole, begin = constants_of_rows(
         n, data, scale, zero, bias, norm_weight, depth, row_words, data_row, scale_n, scale_k, zero_n, zero_k, NORM,
-        BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
+        OFFSET, BIAS, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, STRIP, PER_LOAD, BLOCK, EVEN,
+        ASSEMBLY is None,
     )  # fmt: skip
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     head, low = pair // HEAD_HALF, pair % HEAD_HALF
@@ -175,6 +179,7 @@ def _rotary_gemv_kernel(
         targets += (target,)
         known += target.to(tl.int64)
     wait_after(known, PDL)
+    x += zero_after_wait(PDL)
     turns = is_query | is_key
     slots: Value = ()
     angles: Value = ()
@@ -188,14 +193,14 @@ def _rotary_gemv_kernel(
     products = product_of_rows(
         words, gain, group, whole, begin, n, x, data, scale, zero, norm_weight, rows, depth, x_row, row_words, data_row,
         scale_n, scale_k, zero_n, zero_k, eps, NORM, OFFSET, CODE, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET,
-        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, ASSEMBLY,
+        EXPONENTS, ROWS, STRIP, PER_LOAD, BLOCK, EVEN, ONE_STEP, THREADS, ASSEMBLY,
     )  # fmt: skip
     for row in tl.static_range(ROWS):
         one, two = tl.split(tl.permute(tl.reshape(products[row].to(out.dtype.element_ty), (2, PAIRS)), (1, 0)))
         cos_one, cos_two, sin_one, sin_two = angles[row]
         target, inside = targets[row] + slots[row] * slot_stride, (pair < every) & (row < rows)
-        tl.store(target, _turned(one, two, cos_one, sin_one, -1.0, ONCE), mask=inside)
-        tl.store(target + HEAD_HALF, _turned(two, one, cos_two, sin_two, 1.0, ONCE), mask=inside)
+        store_one(target, _turned(one, two, cos_one, sin_one, -1.0, ONCE), inside, ASSEMBLY is None)
+        store_one(target + HEAD_HALF, _turned(two, one, cos_two, sin_two, 1.0, ONCE), inside, ASSEMBLY is None)
 
 
 @jit

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import Value, constexpr, jit, tl
+from .gemv_loads import load_one, number, sum_of_loads, sum_of_own_loads
 from .packed import Packed
 
 BYTES_PER_LOAD = 16  # of one row of W, by each thread
@@ -97,25 +98,23 @@ _CODES = {"int8": (8, 0x80808080), "signed": (4, 0x88888888), "offset": (4, 0)}
 
 @jit
 def products_of_words(
-    words: Value, first: Value, second: Value, ROWS: constexpr, CODE: constexpr, BITS: constexpr, ASSEMBLY: constexpr
+    words: Value, first: Value, second: Value, ROWS: constexpr, CODE: constexpr, ASSEMBLY: constexpr
 ) -> Value:
-    """Multiply words of W [STRIP, WORDS] by two rows of x [BLOCK] each, and add up within each word, up to `unit`.
+    """Multiply words of W [STRIP, WORDS] by two rows of x, and add up within each word, up to `unit`.
 
     Args:
         words: of W.
-        first: a row of x.
+        first: a row of x by `wide_states`.
         second: another one; if ROWS is 1, its product is worth nothing.
         ROWS: of x.
         CODE: of the weight.
-        BITS: of an element.
         ASSEMBLY: of `assembly`, or None.
 
     Returns:
         [STRIP, WORDS] twice, in float32.
     """
-    WORDS: constexpr = words.shape[1]
-    PLACES: constexpr = 32 // BITS
-    first = _by_place(first, WORDS, CODE, BITS)
+    PLACES: constexpr = len(first)
+    first = _balanced(first, CODE)
     if ROWS == 1:
         if ASSEMBLY is None:
             one = _product(words, first, CODE)
@@ -125,7 +124,7 @@ def products_of_words(
             )
         two = one
     else:
-        second = _by_place(second, WORDS, CODE, BITS)
+        second = _balanced(second, CODE)
         if ASSEMBLY is None:
             one, two = _product(words, first, CODE), _product(words, second, CODE)
         else:
@@ -137,32 +136,17 @@ def products_of_words(
 
 
 @jit
-def _by_place(states: Value, WORDS: constexpr, CODE: constexpr, BITS: constexpr) -> Value:
-    """Return x [BLOCK] by the place in a word that it is multiplied with: four or eight of [1, WORDS] in float32.
-
-    They are multiplied by what makes up for the powers of two of the elements, up to `unit`.
-    """
-    wide = states.to(tl.float32)[None, :]  # without a dimension of rows, Triton moves W to the layout of x
-    if BITS == 8:
-        even, odd = tl.split(tl.reshape(wide, (1, WORDS, 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        if CODE == "int8":
-            x0, x1, x2, x3 = x0 * _power(90), x1 * _power(82), x2 * _power(74), x3 * _power(74)
-        elif CODE == "float8":
-            x0, x1, x2, x3 = x0 * _power(60), x1 * _power(60), x2 * _power(60), x3 * _power(60)
-        return x0, x1, x2, x3
+def _balanced(x: Value, CODE: constexpr) -> Value:
+    """Multiply x by what makes up for the powers of two of the elements, up to `unit`."""
+    if CODE == "converted":
+        return x
+    elif CODE == "float8":
+        return x[0] * _power(60), x[1] * _power(60), x[2] * _power(60), x[3] * _power(60)
+    elif CODE == "int8":
+        return x[0] * _power(90), x[1] * _power(82), x[2] * _power(74), x[3] * _power(74)
     else:
-        even, odd = tl.split(tl.reshape(wide, (1, WORDS, 2, 2, 2)))
-        even, even_high = tl.split(even)
-        odd, odd_high = tl.split(odd)
-        x0, x4 = tl.split(even)
-        x1, x5 = tl.split(odd)
-        x2, x6 = tl.split(even_high)
-        x3, x7 = tl.split(odd_high)
-        x0, x1, x2, x3 = x0 * _power(90), x1 * _power(86), x2 * _power(82), x3 * _power(78)
-        x4, x5, x6, x7 = x4 * _power(74), x5 * _power(70), x6 * _power(74), x7 * _power(70)
-        return x0, x1, x2, x3, x4, x5, x6, x7
+        low = x[0] * _power(90), x[1] * _power(86), x[2] * _power(82), x[3] * _power(78)
+        return low + (x[4] * _power(74), x[5] * _power(70), x[6] * _power(74), x[7] * _power(70))
 
 
 @jit
@@ -173,17 +157,17 @@ def _product(words: Value, x: Value, CODE: constexpr) -> Value:
         return total + _float8(words << 8) * x[2] + _float8(words) * x[3]
     elif CODE == "int8":
         codes = words ^ -2139062144  # 0x80808080: two's complement becomes an unsigned code plus 128
-        total = _number(codes & 0xFF) * x[0] + _number(codes & 0xFF00) * x[1]
-        return total + _number(codes & 0xFF0000) * x[2] + _number((codes >> 8) & 0xFF0000) * x[3]
+        total = number(codes & 0xFF) * x[0] + number(codes & 0xFF00) * x[1]
+        return total + number(codes & 0xFF0000) * x[2] + number((codes >> 8) & 0xFF0000) * x[3]
     else:
         codes = words
         if CODE == "signed":
             codes = words ^ -2004318072  # 0x88888888
         high = codes >> 8
-        total = _number(codes & 0xF) * x[0] + _number(codes & 0xF0) * x[1]
-        total += _number(codes & 0xF00) * x[2] + _number(codes & 0xF000) * x[3]
-        total += _number(codes & 0xF0000) * x[4] + _number(codes & 0xF00000) * x[5]
-        return total + _number(high & 0xF0000) * x[6] + _number(high & 0xF00000) * x[7]
+        total = number(codes & 0xF) * x[0] + number(codes & 0xF0) * x[1]
+        total += number(codes & 0xF00) * x[2] + number(codes & 0xF000) * x[3]
+        total += number(codes & 0xF0000) * x[4] + number(codes & 0xF00000) * x[5]
+        return total + number(high & 0xF0000) * x[6] + number(high & 0xF00000) * x[7]
 
 
 @jit
@@ -203,6 +187,7 @@ def group_values(
     ZEROS: constexpr,
     ZERO_OFFSET: constexpr,
     EXPONENTS: constexpr,
+    PLAIN: constexpr,
 ) -> Value:
     """Return scale, code of zero and shift of the rows `n` of W at the columns `column` [L]: each [STRIP, L] or [1, 1].
 
@@ -213,36 +198,42 @@ def group_values(
     group = column * 0
     if GROUP > 0:
         group = tl.minimum(column, depth - 1) // GROUP
-        factors = scale_of(scale + (n // SCALE_ROWS)[:, None] * scale_n + group[None, :] * scale_k, EXPONENTS)
+        factors = load_one(
+            scale + (n // SCALE_ROWS)[:, None] * scale_n + group[None, :] * scale_k, n[:, None] >= 0, PLAIN
+        )
+        factors = scale_value(factors, EXPONENTS)
     if ZEROS == "words":
-        points = tl.load(zero + (n // 8)[:, None] * zero_n + group[None, :] * zero_k)
+        points = load_one(zero + (n // 8)[:, None] * zero_n + group[None, :] * zero_k, n[:, None] >= 0, PLAIN)
         centres = ((points >> (n % 8 * 4)[:, None] & 15) + ZERO_OFFSET).to(tl.float32)
     elif ZEROS == "shift":
-        shifts = tl.load(zero + n[:, None] * zero_n + group[None, :] * zero_k).to(tl.float32)
+        shifts = load_one(zero + n[:, None] * zero_n + group[None, :] * zero_k, n[:, None] >= 0, PLAIN).to(tl.float32)
     return factors, centres, shifts
 
 
 @jit
 def scaled(
     part: Value,
+    words: Value,
     states: Value,
     values: Value,
     CODE: constexpr,
     GROUP: constexpr,
     ZEROS: constexpr,
-    STRIP: constexpr,
     LOADS: constexpr,
-    PER_LOAD: constexpr,
+    PLAIN: constexpr,
 ) -> Value:
-    """Add up the products of words [STRIP, WORDS] with a row of x [BLOCK] that a thread has, and scale: [STRIP, L].
+    """Add up the products of words [STRIP, WORDS] with a row of x that a thread has, and scale: [STRIP, L].
 
-    `values` are those of `group_values`.
+    `states` are those of `wide_states`, `values` those of `group_values`.
     """
     factors, centres, shifts = values
-    part = tl.sum(tl.reshape(part, (STRIP, LOADS, part.shape[1] // LOADS)), 2)
+    part = sum_of_own_loads(part, LOADS)
     if CODE == "int8" or CODE == "offset" or CODE == "signed":
         # Codes are unsigned: sum of (c - centre) x = sum of c x - centre * sum of x.
-        sums = tl.sum(tl.reshape(states.to(tl.float32), (LOADS, PER_LOAD)), 1)[None, :] / unit(CODE)
+        every = states[0]
+        for place in tl.static_range(1, len(states)):
+            every += states[place]
+        sums = sum_of_loads(every, words, LOADS, PLAIN) / unit(CODE)
         part -= centres * sums
         if ZEROS == "shift":
             part = part * factors + shifts * sums
@@ -254,13 +245,12 @@ def scaled(
 
 
 @jit
-def scale_of(pointers: Value, EXPONENTS: constexpr) -> Value:
-    """Load scales in float32."""
-    value = tl.load(pointers).to(tl.float32)
+def scale_value(stored: Value, EXPONENTS: constexpr) -> Value:
+    """Return stored scales in float32."""
     if EXPONENTS:
-        return tl.exp2(value - 127.0)
+        return tl.exp2(stored.to(tl.float32) - 127.0)
     else:
-        return value
+        return stored.to(tl.float32)
 
 
 @jit
@@ -275,18 +265,12 @@ def unit(CODE: constexpr) -> Value:
 
 
 @jit
-def _number(bits: Value) -> Value:
-    """Return the float32 with these bits."""
-    return bits.to(tl.float32, bitcast=True)
-
-
-@jit
 def _float8(top: Value) -> Value:
     """Return the FP8 number in the highest byte, times 2^-120."""
-    return _number((top >> 4) & -2014314496)  # 0x87F00000: the sign, four bits of the exponent, three of the mantissa
+    return number((top >> 4) & -2014314496)  # 0x87F00000: the sign, four bits of the exponent, three of the mantissa
 
 
 @jit
 def _power(exponent: constexpr) -> Value:
     """Return a power of two in float32."""
-    return _number(tl.full((1, 1), (exponent + 127) << 23, tl.int32))
+    return number(tl.full((1, 1), (exponent + 127) << 23, tl.int32))
