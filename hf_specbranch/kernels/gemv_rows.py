@@ -57,9 +57,7 @@ def constants_of_rows(
         `group_values`; the scales of whole rows and the biases [STRIP] in float32.
     """
     word = tl.arange(0, BLOCK // (32 // BITS))[None, :]
-    data_row = (
-        data_row // 4 * 4
-    )  # it is a multiple: the compiler then lets a thread load four words, as `load_states` needs
+    data_row = data_row // 4 * 4  # the same; now the compiler lets a thread load four words, as `load_states` needs
     words = _load(data + n.to(tl.int64)[:, None] * data_row + word, word, row_words, EVEN)
     gain: Value = ()
     if NORM:
