@@ -227,6 +227,16 @@ def mixture(per_token):
         return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
 
 
+def test_weights_of_nested_experts_count_once():
+    """Some models keep the list of experts in a module that is called so itself."""
+    model = mixture(8)
+    before, mlp = size_of(model), model.model.layers[0].mlp
+    outer = torch.nn.Module()
+    outer.experts = mlp.experts
+    mlp.experts = outer
+    assert size_of(model) == before and before.experts > 0 and before.share < 1
+
+
 def test_predicted_costs_of_a_mixture_count_touched_experts():
     expert = 3 * 2048 * 768 * 48 * 2  # bytes in all layers
     size, draft = size_of(mixture(8)), size_of(of_size("68m"))

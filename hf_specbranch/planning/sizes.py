@@ -77,13 +77,14 @@ def sizes_of(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[ModelSize
 
 
 def _routed_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of routed experts by name, with an `.experts.` in it."""
+    """Return the weights of routed experts by their innermost name with an `.experts.` in it, each once."""
     holders = [module for module in every_module(model) if "experts" in module._modules]
-    return {
-        f"{at}.experts.{name}": weight
+    named = {
+        id(weight): (f"{at}.experts.{name}", weight)
         for at, module in enumerate(holders)
         for name, weight in module.get_submodule("experts").named_parameters()
     }
+    return dict(named.values())
 
 
 def _share(config: Any, routed: dict[str, Tensor]) -> float:
