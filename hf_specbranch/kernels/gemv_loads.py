@@ -1,9 +1,9 @@
-"""Loads of a GEMV beside W, by the threads that use them.
+"""Loads of a GEMV beside W, and its stores, by the threads that use or have the elements.
 
 `tl.load` loads in an order of its own, and then exchanges the elements between threads: in shared memory, with several
-barriers. Assembly loads in the layout of what it is used with, so on CUDA x, the weights of a norm and the scales of
-groups are loaded in that way. The compiler may move such a load like arithmetic: the address of what is not constant
-must include `zero_after_wait`.
+barriers. Assembly loads in the layout of what it is used with, so on CUDA x, the weights of a norm, the scales of
+groups and residuals are loaded in that way, and results are stored in that way. The compiler may move such a load like
+arithmetic: the address of what is not constant must include `zero_after_wait`.
 """
 
 from __future__ import annotations
