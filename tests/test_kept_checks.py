@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_specbranch import specbranch
-from hf_specbranch.runtime import kept_checks
+from hf_specbranch import kept_checks, specbranch
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 
 from .graphs import another_attention, to_half_precision_and_back

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..kept_checks import load_check, save_check
 from ..model_state import adapter_state, agreed, state_of
 from .base import Step
 from .eager import EagerRunner, MaskMaker
-from .kept_checks import load_check, save_check
 from .pieces import in_pieces, is_outside, pieces_of, warm_up_run
 from .static_buffers import GraphMemory
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kept_checks import load_check, save_check
 from ..kernels import build_in_parallel
 from ..kernels.spans import SPANS
 from ..layers import can_build_in_parallel, fuse, fused
@@ -25,7 +26,6 @@ from . import idle_runners
 from .base import Step
 from .eager import NOTHING, SMALLEST, EagerRunner, MaskMaker, make_spans, round_up
 from .fingerprint import fingerprint
-from .kept_checks import load_check, save_check
 from .pieces import Part, Piece, in_pieces, pieces_of
 from .self_check import PARENTS, check_kernels
 from .static_buffers import Buffers, GraphMemory, StaticBuffers

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..kept_checks import load_check, save_check
 from ..kernels.attention_interface import original_attention
 from ..layers.check import evaluating
 from ..model_state import Found, adapter_state, agreed, state_of
 from .eager import FULL, MASKED_ATTENTION, SLIDING, EagerRunner, MaskMaker, layer_kinds
-from .kept_checks import load_check, save_check
 from .ordinary_runs import CONTEXT, REFERENCES, Ordinary, first_line, ordinary_runs, query_texts, rms, together
 from .recurrent_cache import is_recurrent, masked_kinds
 from .rollback_probe import rollback_texts, rolled_back_logits

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..kernels.attention_interface import original_attention
-from ..kernels.backend import triton
-from ..machine import device_name, folder, sample_of, shapes_of, versions, write_whole
-from ..model_state import every_module, has_adapters
+from .kernels.attention_interface import original_attention
+from .kernels.backend import triton
+from .machine import device_name, folder, sample_of, shapes_of, versions, write_whole
+from .model_state import every_module, has_adapters
 
 KNOWN_CODE = ("torch.", "transformers.", "hf_specbranch.layers.")  # our files are in the name too
 
@@ -77,7 +77,7 @@ def _is_known(module: nn.Module) -> bool:
 @lru_cache
 def _our_files() -> str:
     """Return a digest of the names, sizes and times of the files of this package."""
-    return hashlib.sha256(repr(sorted(_python_files(str(Path(__file__).parents[1])))).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(_python_files(str(Path(__file__).parent)))).encode()).hexdigest()
 
 
 def _python_files(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
