@@ -60,7 +60,7 @@ def _file_of(model: PreTrainedModel) -> Path | None:
         attention = original_attention(model.config.get_text_config(decoder=True))
         about = [
             device_name(model.device), versions(), str(getattr(triton, "__version__", "")), _our_files(),
-            shapes_of(model), attention, model.config.to_json_string(use_diff=False),
+            shapes_of(model), _classes_of(model), attention, model.config.to_json_string(use_diff=False),
             hashlib.sha256(sample_of(model)).hexdigest(),
         ]  # fmt: skip
         return directory / (hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32] + ".json")
@@ -69,9 +69,20 @@ def _file_of(model: PreTrainedModel) -> Path | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a module runs code of torch or transformers; SpecBranch attached to a model does not count."""
-    kind = getattr(type(module), "_specbranch_original", type(module))
-    return kind.__module__.startswith(KNOWN_CODE) and "forward" not in module.__dict__
+    """Return whether a module runs code of torch or transformers."""
+    return _class_of(module).__module__.startswith(KNOWN_CODE) and "forward" not in module.__dict__
+
+
+def _class_of(module: nn.Module) -> type:
+    """Return the class of a module; SpecBranch attached to a model does not count."""
+    kind: type = getattr(type(module), "_specbranch_original", type(module))
+    return kind
+
+
+def _classes_of(model: PreTrainedModel) -> str:
+    """Return a digest of the classes of all modules."""
+    classes = ((kind.__module__, kind.__qualname__) for kind in map(_class_of, every_module(model)))
+    return hashlib.sha256(repr(list(classes)).encode()).hexdigest()
 
 
 @lru_cache

@@ -42,7 +42,16 @@ def with_other_code(model):
     model.model.norm.__class__ = Other
 
 
-@pytest.mark.parametrize("change", [to_half_precision_and_back, another_attention, with_a_hook, with_other_code])
+def with_a_module_of_another_class(model):
+    norm = model.model.norm
+    model.model.norm = torch.nn.LayerNorm(len(norm.weight), norm.variance_epsilon, bias=False)
+    model.model.norm.weight = norm.weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [to_half_precision_and_back, another_attention, with_a_hook, with_other_code, with_a_module_of_another_class],
+)
 def test_a_changed_model_is_checked_again(change, kept, target):
     changed = copy.deepcopy(target)
     change(changed)

@@ -16,6 +16,7 @@ from ..kernels.backend import references_only
 from ..kernels.parallel_build import is_dry_run
 from ..model_state import is_lora
 from .base import Call, Replacement, tensor_of
+from .kept_errors import current_errors
 from .lora import base_of
 from .packed_linear import PackedLinear
 
@@ -69,18 +70,29 @@ def _closest(module: nn.Module, forwards: Sequence[Forward], calls: dict[nn.Modu
 
 @torch.no_grad()
 def errors_of(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, float]:
-    """Return the relative distance between each module's output and its replacement's; one copy from the device."""
-    errors: dict[nn.Module, Tensor] = {}
+    """Return the relative distance between each module's output and its replacement's.
+
+    If an earlier process has found it, nothing is computed.
+    """
+    if not replacements:
+        return {}
+    kept = current_errors()
+    if kept is not None and (known := kept.look_up(replacements)) is not None:
+        return known
+    distances: list[Tensor] = []
     for module, replacement in replacements.items():
         try:
             first = _distance(replacement, calls[module])
-            errors[module] = torch.maximum(first, _distance_above_noise(module, replacement, calls[module]))
-        except Exception:  # from a missing attribute to a kernel that does not fit this GPU
-            errors[module] = torch.full((), torch.inf)
-    if not errors:
-        return {}
-    distances = torch.stack([error.cpu() for error in errors.values()]).nan_to_num(torch.inf, torch.inf)
-    return dict(zip(errors, distances.tolist()))
+            distances.append(torch.maximum(first, _distance_above_noise(module, replacement, calls[module])))
+        except Exception as error:  # from a missing attribute to a kernel that does not fit this GPU
+            distances.append(torch.full((), torch.inf))
+            if kept is not None and isinstance(error, torch.OutOfMemoryError):
+                kept.is_complete = False
+    found = torch.stack([distance.cpu() for distance in distances]).nan_to_num(torch.inf, torch.inf)  # one copy
+    errors = dict(zip(replacements, found.tolist()))
+    if kept is not None:
+        kept.add(errors)
+    return errors
 
 
 def _one_of_each(replacements: Mapping[nn.Module, F]) -> dict[nn.Module, F]:

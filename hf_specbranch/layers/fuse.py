@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..kept_checks import load_check, save_check
 from ..kernels.attention_interface import NAME, UNCAPPED, one_pass, original_attention, override_attention, register
 from ..kernels.backend import FLOATS
 from ..kernels.parallel_build import build_in_parallel, is_dry_run
 from ..model_state import every_module, state_of
 from .attention import AttentionForward
 from .base import Call, Replacement, ThreadForward, untouched
+from .kept_errors import KeptErrors, using
 from .lora import base_of
 from .norm import Ahead
 from .product import Product, Tuned, Weights
@@ -30,6 +32,7 @@ from .recognise import calls_registered_attention, readers_of_one_input, recogni
 from .storage import join, joined, separate
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
+CHECK = "errors of modules"  # under which they are kept
 _FREED_BEFORE_RETURNING = 1 << 30  # bytes of old weights that the allocator may keep
 
 
@@ -169,19 +172,37 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
             raise RuntimeError("a model cannot be examined in a dry run")
 
         register()
-        calls = record_calls(model)
-
-        def check_and_passes() -> None:  # in a dry run every replacement passes the check
-            examined = state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
-            if _replaces_all_attention(model, examined.replacements.values()):  # others may read all of a cache
-                passes()
-
-        try:
-            build_in_parallel(check_and_passes, model.device, new_model=True)
-        finally:
-            state_of(model).kernel_recipe = None
-        recipe = state_of(model).kernel_recipe = _examine(model, calls, implementation, structure)
+        examine = partial(_examine, model, record_calls(model), implementation, structure)
+        kept = KeptErrors(model, load_check(model, CHECK))
+        if kept.earlier:  # nothing is compared
+            found = _compare(examine, kept)
+            _build_kernels(model, lambda: found, passes)
+        else:
+            _build_kernels(model, examine, passes)
+            found = _compare(examine, kept)
+        if not kept.earlier and kept.is_complete:
+            save_check(model, CHECK, kept.found)
+        recipe = state_of(model).kernel_recipe = found
     return recipe
+
+
+def _build_kernels(model: PreTrainedModel, examine: Callable[[], Recipe], passes: Callable[[], object]) -> None:
+    """Build the kernels of the module check and of passes in parallel."""
+
+    def check_and_passes() -> None:  # in a dry run every replacement passes the check
+        examined = state_of(model).kernel_recipe = examine()
+        if _replaces_all_attention(model, examined.replacements.values()):  # others may read all of a cache
+            passes()
+
+    try:
+        build_in_parallel(check_and_passes, model.device, new_model=True)
+    finally:
+        state_of(model).kernel_recipe = None
+
+
+def _compare(examine: Callable[[], Recipe], errors: KeptErrors) -> Recipe:
+    with using(errors):
+        return examine()
 
 
 def _examine(model: PreTrainedModel, calls: dict[nn.Module, Call], implementation: str, structure: int) -> Recipe:

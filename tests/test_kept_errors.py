@@ -1,0 +1,119 @@
+"""What the self-checks of modules have found is kept on disk, and a new process need not compare them again."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_specbranch.kept_checks import load_check
+from hf_specbranch.layers import check, fused
+from hf_specbranch.layers.fuse import CHECK
+from hf_specbranch.layers.kept_errors import KeptErrors
+from hf_specbranch.model_state import state_of
+
+from .families import make
+
+FAMILIES = ["llama", "gemma2", "qwen2-moe", "gpt-neox"]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_SPECBRANCH_CACHE", str(tmp_path))
+    return tmp_path / "checks"
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """How often a module is compared."""
+    counted, distance = [], check._distance
+
+    def count(*args):
+        counted.append(args)
+        return distance(*args)
+
+    monkeypatch.setattr(check, "_distance", count)
+    return counted
+
+
+def replaced(model):
+    """Return what runs in place of which module."""
+    with fused(model):
+        pass
+    names = {module: name for name, module in model.named_modules()}
+    replacements = state_of(model).kernel_recipe.replacements
+    return {names[module]: type(replacement) for module, replacement in replacements.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_model_is_not_compared_again(family, comparisons):
+    expected = replaced(make(family))
+    assert expected and comparisons
+    comparisons.clear()
+    again = make(family)
+    assert replaced(again) == expected and not comparisons
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        plain = again(tokens).logits
+        with fused(again):
+            torch.testing.assert_close(again(tokens).logits, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_module_that_differs_is_not_replaced_by_a_later_process_either(comparisons):
+    def broken():
+        model = make("llama")
+        model.model.layers[1].mlp.act_fn = torch.nn.Sigmoid()
+        return model
+
+    expected = replaced(broken())
+    assert "model.layers.0.mlp" in expected and "model.layers.1.mlp" not in expected
+    comparisons.clear()
+    assert replaced(broken()) == expected
+
+
+def test_other_weights_are_compared(comparisons):
+    model = make("llama")
+    replaced(copy.deepcopy(model))
+    comparisons.clear()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0, 0] += 1
+    replaced(model)
+    assert comparisons
+
+
+def test_modules_with_a_hook_are_compared(comparisons):
+    """They are not replaced, so checks compare other modules than those that the errors on disk are about."""
+    expected = replaced(make("llama"))
+    comparisons.clear()
+    model = make("llama")
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    assert replaced(model).keys() < expected.keys() and comparisons
+
+
+def test_lack_of_memory_is_not_kept(monkeypatch):
+    model, distance, failures = make("llama"), check._distance, []
+
+    def fail_once(*args):
+        if not failures:
+            failures.append(args)
+            raise torch.OutOfMemoryError
+        return distance(*args)
+
+    monkeypatch.setattr(check, "_distance", fail_once)
+    replaced(model)
+    assert failures and load_check(model, CHECK) is None
+
+
+@pytest.mark.parametrize("earlier", [None, 3, {}, [3], [{"": "0"}], [{"": None}]])
+def test_damaged_errors_are_ignored(earlier):
+    model = torch.nn.Linear(2, 2)
+    assert KeptErrors(model, earlier).look_up([model]) is None
+
+
+def test_errors_of_other_modules_are_ignored_from_there_on():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = model
+    kept = KeptErrors(model, [{"0": 0.5}, {"1": 0.25}, {"0": 0.125}])
+    assert kept.look_up([first]) == {first: 0.5}
+    assert kept.look_up([first, second]) is None and not kept.earlier
+    kept.add({first: 1.0, second: 2.0})
+    assert kept.look_up([first]) is None and kept.found == [{"0": 0.5}, {"0": 1.0, "1": 2.0}]
