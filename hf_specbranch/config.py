@@ -25,8 +25,10 @@ DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
 STEPWISE, STEPWISE_THRESHOLD = 0.1, 0.6
 CAPTURED_LENGTH = 4  # gamma in one captured stage for a draft that is not cheap; others take the default
 REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
-LOOKUP_TOKENS = 15  # with the token before them 16
-TREE_LEAVES = 6  # with 8 draft tokens, the token before them and one that is read again: 16, a block of our kernels
+BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
+LOOKUP_TOKENS = 15  # with the token before them a block
+LOOKUP_BESIDE_LEAVES = 14  # a pass with tree leaves also reads the token before that again
+TREE_LEAVES = 6  # with 8 draft tokens, the token before them and one that is read again: a block
 
 
 Class = TypeVar("Class", bound=type[Any])
@@ -114,8 +116,8 @@ class SpecBranchConfig:
             take no drafting, but make the pass wider. "auto": as for `max_rejection_branches`.
         prompt_lookup_num_tokens: the most tokens that a lookup proposes in one go: what followed where the end of the
             text occurred before, in the text itself or in a corpus. 0: no lookup. "auto": up to 15 under the policy
-            "auto", where they are likely enough to be right, and 0 under the others. With the policy
-            "autoregressive", lookup alone drafts.
+            "auto", or 14 beside tree leaves, where they are likely enough to be right, and 0 under the others. With the
+            policy "autoregressive", lookup alone drafts.
         max_matching_ngram_size: the most tokens of a text's end that a lookup compares; "auto": 12.
         length_head: predicts for a draft 0 (send nothing), 1 (decide by confidence) or 2 (send all of it): the H-RAD of
             the paper. A `LengthHead`, its folder, its repository id (`org/head` or `org/head@revision`), "auto" to look
@@ -249,7 +251,7 @@ class SpecBranchConfig:
             leaves = TREE_LEAVES if beyond else 0
         lookup = self.prompt_lookup_num_tokens
         if lookup == "auto":
-            lookup = LOOKUP_TOKENS if self.policy == "auto" else 0
+            lookup = 0 if self.policy != "auto" else LOOKUP_BESIDE_LEAVES if leaves else LOOKUP_TOKENS
         return replace(
             self,
             policy="specbranch" if self.policy == "auto" else self.policy,

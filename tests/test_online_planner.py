@@ -12,7 +12,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.config import BLOCK_SIZE
 from hf_specbranch.decoding import assembly as assembly_module
+from hf_specbranch.decoding import lookup as lookup_module
 from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
@@ -114,6 +116,37 @@ def test_static_stages_sample_exactly_when_plans_change(kept_buffers, random_pla
     model, _ = sampling_pair()
     counts = draw(SpecBranchConfig(draft_sampling="sample"), samples=4_000)
     assert p_value(counts, exact_distribution(model)) > SMALLEST_P
+
+
+def test_plans_with_leaves_share_a_captured_pass(kept_buffers, alternate_plans, target, draft, monkeypatch):
+    keys, run = [], KeptBuffers.run
+    monkeypatch.setattr(
+        KeptBuffers, "run", lambda self, key, stage, *_, **__: (keys.append(key), run(self, key, stage))
+    )
+    leaves = SpecBranchConfig("vanilla", 3, confidence_threshold=0.0, max_rejection_branches=0, tree_leaves=8)
+    alternate_plans(leaves, replace(leaves, max_draft_length=5, tree_leaves=4), replace(leaves, tree_leaves=2))
+    arguments = {**prompt(), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    model = attached(target)
+    assert torch.equal(model.generate(**arguments, assistant_model=draft), target.generate(**arguments))
+    passes = {key[1:3] for key in keys if key[0] == "verify" and len(key) == 4}
+    assert passes == {(BLOCK_SIZE, True)}
+    assert len({key for key in keys if key[0] == "verify inputs"}) >= 3
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_lookup_with_and_without_leaves(kept_buffers, alternate_plans, target, rows, monkeypatch):
+    """The same tokens are verified in passes that keep their results in different memory."""
+    monkeypatch.setattr(lookup_module.Lookup, "choose", lambda self: (self.follow(), self.most)[1])
+    monkeypatch.setattr(lookup_module.Lookup, "speed", lambda self, count: float("inf") if count else 1.0)
+    leaves = SpecBranchConfig("vanilla", 4, 0.0, max_rejection_branches=0, tree_leaves=6, prompt_lookup_num_tokens=3)
+    alternate_plans(leaves, replace(leaves, policy="autoregressive", tree_leaves=0))
+    small, model, found = noisy_copy(target, noise=0.4, seed=3), attached(target), 0
+    for seed in range(3):
+        ids = prompt(rows, seed=seed, length=9)["input_ids"].repeat(1, 3)
+        run = {"input_ids": ids, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
+        found += model.specbranch_stats.sources.get("lookup", {"accepted": 0})["accepted"]
+    assert found > 10
 
 
 def test_accepted_leaves_are_read_before_the_plan_changes(alternate_plans, target):

@@ -547,14 +547,12 @@ def a_draft(case, count, leaves):
 
 
 @on_kernels(examples=15)
-@given(cases("specbranch"), st.integers(0, 4), st.sampled_from([None, 0, 3]), st.integers(0, 3))
-def test_target_inputs(case, count, leaves, base):
-    read = []
-
-    def forward(*inputs):
-        read.append(inputs)
-        return Step(torch.zeros((*inputs[0].shape, case.vocabulary)))
-
+@given(
+    cases("specbranch"), st.integers(0, 4), st.sampled_from([None, 0, 3]), st.integers(0, 3), st.sampled_from([0, 3])
+)
+def test_target_inputs(case, count, leaves, base, spare):
+    """With leaves, the first token fills memory that is larger than needed."""
+    written, width = [], count + 1 if leaves is None else count + 2 + leaves + spare
     runner = small_runner(case.vocabulary)
     runner.takes_spans = True
     for in_triton in (False, True):
@@ -563,9 +561,12 @@ def test_target_inputs(case, count, leaves, base):
         target = Target(
             buffers, runner, text, None, seen, first, CAPACITY, {}, (), SpecBranchStats(), in_triton=in_triton
         )
-        target._pass(a_draft(case, count, leaves), SHOWN, forward)
-    for expected, got in zip(*read, strict=True):
+        written.append(target.memory.inputs(width))
+        target._write(a_draft(case, count, leaves), written[-1])
+    for expected, got in zip(*written, strict=True):
         assert torch.equal(got, expected)
+        if leaves is not None and spare:
+            assert torch.equal(got[:, -spare:], got[:, :1].expand_as(got[:, -spare:]))
 
 
 @on_kernels()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
+from ..config import LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
 from ..runtime.eager import EagerRunner
 from ..target_heads.base import TargetHead
 
@@ -74,9 +74,8 @@ def for_head(config: SpecBranchConfig, head: TargetHead, captured: bool) -> Spec
     if config.policy != "auto":
         return config
     leaves, lookup = config.tree_leaves, config.prompt_lookup_num_tokens
-    return replace(
-        config,
-        policy="vanilla",
-        tree_leaves=(TREE_LEAVES if captured else 0) if leaves == "auto" else leaves,
-        prompt_lookup_num_tokens=LOOKUP_TOKENS if lookup == "auto" else lookup,
-    )
+    if leaves == "auto":
+        leaves = TREE_LEAVES if captured else 0
+    if lookup == "auto":
+        lookup = LOOKUP_BESIDE_LEAVES if leaves else LOOKUP_TOKENS
+    return replace(config, policy="vanilla", tree_leaves=leaves, prompt_lookup_num_tokens=lookup)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ..config import BLOCK_SIZE
 from ..fallback import FallBack
-from ..kernels.rounds import ForwardInputs, empty_inputs, verify_inputs
+from ..kernels.rounds import ForwardInputs, verify_inputs
 from ..runtime.base import Step
 from ..runtime.eager import NOTHING, EagerRunner, Remembered, leading_padding, make_spans
 from ..runtime.prefill import can_prefill, prefill
@@ -19,6 +19,7 @@ from ..runtime.prefix_reuse import remember, reusable_tokens
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from .model_inputs import ModelInputs
+from .pass_memory import PassMemory
 from .resolve import DraftTokens, TreeLeaves
 from .target_states import TargetStates
 from .text import Text
@@ -76,7 +77,7 @@ class Target:
         self.unpadded = bool(attention.all()) if unpadded is None else unpadded
         self.buffers, self.runner, self.device = buffers, runner, runner.device
         self.text, self.run_prefill, self.outputs, self.stats, self.in_triton = text, prefill, outputs, stats, in_triton
-        self.feature_layers, self.tokens_alone, self.further = feature_layers, tokens_alone, further or ModelInputs()
+        self.tokens_alone, self.further = tokens_alone, further or ModelInputs()
         self.has_further = bool(self.further.names)
         rows, filled = attention.shape
         self.base = filled - text.prompt_length
@@ -99,6 +100,7 @@ class Target:
         optional = runner.masks.optional and ranks is None
         self.nothing_hidden = not buffers.static_shapes and optional and self.unpadded
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
+        self.memory = PassMemory(buffers, rows, feature_layers)
         self.states: TargetStates | None = None  # keeps the hidden states of the prompt, if a head drafts
         self.started: Step | None = None  # the pass that reads the prompt, if it was launched already
 
@@ -153,24 +155,31 @@ class Target:
         return Step(logits, hidden, output.get("attentions"))
 
     def verify(self, draft_tokens: DraftTokens) -> Step:
-        """Return logits [B, N + 1 + W, V]: at each draft position, at the branch point, and after each tree leaf."""
+        """Return logits [B, N + 1 + W, V]: at each draft position, at the branch point, and after each tree leaf.
+
+        In captured stages, one writes the inputs of the pass, and another one is the pass itself, which takes most of
+        the time of a capture. So plans share it: with tree leaves, one row always reads a block of tokens.
+        """
+        again = draft_tokens.leaves is not None
         leaves = 0 if draft_tokens.leaves is None else draft_tokens.leaves.tokens.shape[1]
-        shown = self.base + self.text.reach + draft_tokens.tokens.shape[1] + leaves
-        self.runner.reserve(draft_tokens.tokens.shape[0], shown)
+        rows, count = draft_tokens.tokens.shape
+        shown, queries = self.base + self.text.reach + count + leaves, count + 1 + leaves
+        self.runner.reserve(rows, shown)
         self._count()
-        self.stats.target_positions += draft_tokens.tokens.shape[1] + 1 + (draft_tokens.leaves is not None) + leaves
+        self.stats.target_positions += again + queries
         if not self.buffers.static_shapes:
-            return self._pass(draft_tokens, shown, self.forward)
-        shown, queries = self.runner.bucket(shown), draft_tokens.tokens.shape[1] + 1 + leaves
-        key = ("verify", queries, draft_tokens.leaves is None, leaves, shown, draft_tokens.memory)
-        stage = partial(self._pass, draft_tokens, shown, self.runner.forward_uncaptured)
+            return self._pass(draft_tokens, shown)
+        width = max(again + queries, BLOCK_SIZE if again and rows == 1 else 0)
+        shown, inputs = self.runner.bucket(shown), self.memory.inputs(width)
+        written = ("verify inputs", width, again, count, leaves, draft_tokens.memory)
+        self.buffers.run(written, lambda: self._write(draft_tokens, inputs), only_our_kernels=self.in_triton)
+        key = ("verify", width, again, shown)
         if self.ranks is not None:
-            width = queries + (draft_tokens.leaves is not None)
             self.ranks.order_stage(self.buffers, key, width, shown)
         only_ours = self.in_triton and self.ranks is None
         with self.together():
-            self.buffers.run(key, lambda: self._keep_step(stage()), only_our_kernels=only_ours)
-        return self._kept_step(queries)
+            self.buffers.run(key, lambda: self._read(inputs, again, shown), only_our_kernels=only_ours)
+        return self.memory.kept(width - again, queries)
 
     def _reusable_tokens(self, remembered: Remembered, prompt: Tensor) -> int:
         """Return how many tokens of the prompt [B, P] are in the cache."""
@@ -244,17 +253,33 @@ class Target:
         outputs |= self.further.of(tokens.shape[1])
         return self.runner.forward_uncaptured(tokens, positions, slots, visible, **outputs)
 
-    def _pass(self, draft_tokens: DraftTokens, shown: int, forward: Callable[..., Step]) -> Step:
+    def _pass(self, draft_tokens: DraftTokens, shown: int) -> Step:
+        """Run a pass eagerly."""
         if self.nothing_hidden and draft_tokens.is_empty and len(set(self.text.lengths)) == 1:
             tokens, columns = self.text.last_and_draft(draft_tokens)
             slots = columns.to(self.device) + self.base_on_device
-            return forward(tokens.to(self.device), self._positions(slots), slots, shown, **self.outputs)
-        make = self._inputs_in_triton if self.in_triton else self._inputs_in_torch
-        inputs = make(draft_tokens)
+            return self.forward(tokens.to(self.device), self._positions(slots), slots, shown, **self.outputs)
+        inputs = self._inputs_in_torch(draft_tokens)
         if self.ranks is not None:
-            self.ranks.share_inputs(inputs) if self.buffers.static_shapes else self.ranks.order_pass(inputs, shown)
-        step = self.run(inputs, shown, forward)
+            self.ranks.order_pass(inputs, shown)
+        step = self.run(inputs, shown, self.forward)
         return step if draft_tokens.leaves is None else self._without_first(step)
+
+    def _write(self, draft_tokens: DraftTokens, inputs: ForwardInputs) -> None:
+        """The stage before a captured pass: write its inputs."""
+        if self.in_triton:
+            self._inputs_in_triton(draft_tokens, inputs)
+        else:
+            for memory, values in zip(inputs, self._inputs_in_torch(draft_tokens)):
+                memory.copy_(values[:, :1])  # what is not needed is the first token once more
+                memory[:, : values.shape[1]] = values
+
+    def _read(self, inputs: ForwardInputs, again: bool, shown: int) -> None:
+        """The stage of a captured pass: read its inputs, and keep the results."""
+        if self.ranks is not None:
+            self.ranks.share_inputs(inputs)
+        step = self.run(inputs, shown, self.runner.forward_uncaptured)
+        self.memory.keep(self._without_first(step) if again else step)
 
     def run(self, inputs: ForwardInputs, shown: int, forward: Callable[..., Step]) -> Step:
         """Run a pass over these inputs, which reads so many slots."""
@@ -282,17 +307,13 @@ class Target:
         positions = self._positions(torch.cat([slots, places], dim=1))
         return ForwardInputs(tokens, torch.cat([slots, own], dim=1), positions, spans)
 
-    def _inputs_in_triton(self, draft_tokens: DraftTokens) -> ForwardInputs:
-        """The same in one kernel."""
-        rows, count = draft_tokens.tokens.shape
+    def _inputs_in_triton(self, draft_tokens: DraftTokens, inputs: ForwardInputs) -> None:
+        """The same in one kernel, into given memory."""
         leaves = None if draft_tokens.leaves is None else (draft_tokens.leaves.tokens, draft_tokens.leaves.at)
-        queries = count + 1 if leaves is None else count + 2 + leaves[0].shape[1]
-        inputs = empty_inputs(rows, queries, self.device)
         verify_inputs(
             self.text.ids, self.text.result.packed, draft_tokens.tokens, leaves, self.first_position, self.last,
             self.first, self.base_on_device, inputs,
         )  # fmt: skip
-        return inputs
 
     # ----
 
@@ -307,23 +328,6 @@ class Target:
 
     def _positions(self, slots: Tensor) -> Tensor:
         return (torch.minimum(slots, self.last) + self.first_position).clamp(min=0)
-
-    # ---- the results of a captured pass
-
-    def _keep_step(self, step: Step) -> None:
-        queries = step.logits.shape[1]
-        self.buffers.keep(f"target.logits{queries}", step.logits)
-        if self.feature_layers:
-            assert step.hidden_states is not None
-            states = torch.stack([step.hidden_states[layer] for layer in self.feature_layers])
-            self.buffers.keep(f"target.states{queries}", states)
-
-    def _kept_step(self, queries: int) -> Step:
-        logits = self.buffers.recall(f"target.logits{queries}")
-        if not self.feature_layers:
-            return Step(logits)
-        states = self.buffers.recall(f"target.states{queries}")  # [layers, B, Q, H]
-        return Step(logits, dict(zip(self.feature_layers, states)))
 
     def _count(self) -> None:
         self.stats.target_forwards += 1

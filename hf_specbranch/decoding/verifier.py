@@ -125,7 +125,7 @@ class Verifier:
             if self.features is not None:
                 self.features.copy_(features_at(step, last_query, self.feature_layers))
 
-        memory = draft_tokens.memory, None if states is None else states.serial
+        memory = draft_tokens.memory, step.logits.data_ptr(), None if states is None else states.serial
         key = ("verify", count, queries, branches.tokens.shape[1], self.features is None, *memory)
         self.buffers.run(key, stage, only_our_kernels=self.in_triton and states is None)
         self.host_copies.send(packed)

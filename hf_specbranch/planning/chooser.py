@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ..config import LOOKUP_TOKENS, STEPWISE_THRESHOLD, SpecBranchConfig
+from ..config import BLOCK_SIZE, LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, STEPWISE_THRESHOLD, SpecBranchConfig
 from .agreement import Agreement
 from .costs import StepCosts
 from .simulate import predict
@@ -19,7 +19,6 @@ THRESHOLDS = {True: (0.02,), False: (0.2, 0.4)}
 REJECTION_BRANCHES = {True: (12,), False: (0, 4)}
 TREE_LEAVES = {True: (0, 8), False: (0,)}  # a wider pass costs more on a CPU
 LONG_STEP = 1.5e-4  # seconds of a draft step from which on it pays to wait for each: ten times what that costs
-BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
 MIN_GAIN = 1.03  # a plan replaces the current one if it is predicted to be this much faster
 MIN_PREDICTED_GAIN = 1.06  # the same where costs are only predicted, and the gain is less certain
 MIN_HIDDEN = 0.05  # the smallest hidden fraction for which overlap is used
@@ -57,7 +56,8 @@ def _plans_within(config: SpecBranchConfig, captured: bool, stepwise: bool) -> t
     whole = single = list(product(lengths, thresholds))
     if stepwise and isinstance(epsilon, str):  # a draft that stops where it is uncertain needs no other lengths
         single = [(config.draft_length, STEPWISE_THRESHOLD)]
-    lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_TOKENS)
+    has_leaves = config.tree_leaves != 0 and any(TREE_LEAVES[captured])
+    lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_BESIDE_LEAVES if has_leaves else LOOKUP_TOKENS)
     plan = replace(config, prompt_lookup_num_tokens=lookup)
     vanilla = replace(plan, policy="vanilla", max_rejection_branches=0, overlap=False)
     plans = list(_drafting(vanilla, single, captured))

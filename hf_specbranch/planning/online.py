@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import SpecBranchConfig
+from ..config import BLOCK_SIZE, SpecBranchConfig
 from .agreement import Agreement
-from .chooser import BLOCK_SIZE, MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
+from .chooser import MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
 from .knowledge import CHECK_EVERY, EXPECTED_TOKENS, Knowledge, Situation
 from .simulate import predict

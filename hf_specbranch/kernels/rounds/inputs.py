@@ -85,13 +85,14 @@ def verify_inputs(
         last: [1] the last slot that counts for positions.
         first: [B, 1] the first slot that is not padding.
         base: [1] slots before the text.
-        inputs: receives N + 1 tokens per row, or N + 2 + W with leaves.
+        inputs: receives N + 1 tokens per row, or N + 2 + W with leaves. If it has room for more of these, the first one
+            fills it: its keys and values are written more than once.
     """
     rows, queries = inputs.tokens.shape
     tokens, at = leaves or (draft_tokens, draft_tokens)
     _verify_inputs_kernel[(rows, queries)](
         ids, round_result, draft_tokens, tokens, at, first_position, last, first, base, *inputs, queries, ids.stride(0),
-        round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0),
+        round_result.stride(0), draft_tokens.shape[1], draft_tokens.stride(0), tokens.stride(0), tokens.shape[1],
         LEAVES=leaves is not None, num_warps=1,
     )  # fmt: skip
 
@@ -141,19 +142,19 @@ def _open_branches_kernel(
     store_spans(spans, place, tl.load(first + row), column + 1 - own, slot * own, (slot + 1) * own)
 
 
-@varying("queries", "ids_stride", "result_stride", "length", "draft_stride", "leaves_stride")
+@varying("queries", "ids_stride", "result_stride", "length", "draft_stride", "leaves_stride", "leaves")
 def _verify_inputs_kernel(
     ids: Value, round_result: Value, draft_tokens: Value, leaf_tokens: Value, leaf_at: Value, first_position: Value,
     last: Value, first: Value, base: Value, input_tokens: Value, input_slots: Value, input_positions: Value,
     spans: Value, queries: Value, ids_stride: Value, result_stride: Value, length: Value, draft_stride: Value,
-    leaves_stride: Value, LEAVES: constexpr,
+    leaves_stride: Value, leaves: Value, LEAVES: constexpr,
 ) -> None:  # fmt: skip
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = row * queries + query
     final = load_text_length(round_result, row, result_stride) - 1  # the column of the last token
     ids += row * ids_stride
     if LEAVES:
-        nth = query - 1  # 0 is the last token
+        nth = tl.where(query < length + leaves + 2, query, 0) - 1  # 0 is the last token
     else:
         nth = query
     _, _, _, _, continuation, _ = load_round_result(round_result, row, result_stride)
