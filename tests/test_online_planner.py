@@ -567,6 +567,22 @@ def test_many_rows_are_compared_with_plain_decoding():
 # ---- captures
 
 
+def test_first_text_captures_plain_decoding_too():
+    """In a batch a draft is compared with it: in the first text of that size, which waits for captures anyway."""
+    known = Knowledge()
+    planner = planner_for(ALWAYS, known, rows=4, remaining=lambda: 200)
+    segments = planner.segments()
+    first = next(segments)
+    assert first.plan.policy != "autoregressive"
+    check = segments.send(timing_of(first, ALWAYS)._replace(disturbed=True, capturing=0.5))
+    assert check.plan.policy == "autoregressive" and check.rounds == online.CHECK_ROUNDS
+    again = segments.send(timing_of(check, ALWAYS)._replace(disturbed=True, capturing=0.1))
+    assert again == check
+    assert segments.send(timing_of(again, ALWAYS)).plan.policy != "autoregressive"
+    followed, _ = plan_text(ALWAYS, known, CHEAP_DRAFT, rows=4)
+    assert all(each.plan.policy != "autoregressive" for each in followed)
+
+
 def test_plans_that_are_captured_are_preferred():
     costs = CHEAP_DRAFT
     captured = next(plan for plan in every_plan() if plan.policy == "vanilla" and plan.max_draft_length == 6)

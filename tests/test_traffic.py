@@ -24,7 +24,7 @@ from hf_specbranch.bench.traffic import (
     Traffic,
     inputs_of,
 )
-from hf_specbranch.bench.traffic_report import GROUPS, bars, build_traffic, is_tie
+from hf_specbranch.bench.traffic_report import GROUPS, bars, build_traffic, is_tie, steady_time
 from hf_specbranch.bench.traffic_run import TrafficBenchmark
 from hf_specbranch.cli import app
 
@@ -126,7 +126,22 @@ def test_steady_time_is_of_the_same_text(finished):
     benchmark, _ = finished
     texts = {call.item: call.new for replay in benchmark.replays.values() for call in replay.calls}
     assert benchmark.steady and all(call.new == texts[item] for item, call in benchmark.steady.items())
-    assert not any(call.stats.reused_tokens for call in benchmark.steady.values())
+    turns = {call.item for call in benchmark.replays[CHAT].calls}  # repeated as a chat, which reuses what it did
+    assert turns < benchmark.steady.keys()
+    assert not any(call.stats.reused_tokens for item, call in benchmark.steady.items() if item not in turns)
+
+
+def test_another_text_counts_by_its_passes(replayed):
+    """Rounding may change the text of a repetition, and so how much of it is accepted."""
+    set_all(replayed, over=1.0)
+    call = replayed.replays[CHAT].calls[2]
+    steady = replayed.steady[call.item]
+    steady.new = [[(token + 1) % VOCABULARY for token in row] for row in steady.new]
+    call.stats, steady.stats = SpecBranchStats(target_forwards=6), SpecBranchStats(target_forwards=4)
+    assert steady_time(replayed, call) == 1.5
+    assert bar(replayed, "chat, slowest").met
+    call.seconds = 1.8
+    assert not bar(replayed, "chat, slowest").met
 
 
 def test_steady_time_is_of_the_same_lengths(finished):

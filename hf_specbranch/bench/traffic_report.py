@@ -35,9 +35,10 @@ GROUPS = (
 )
 LEGEND = (
     "x steady: total time over that of the same calls in steady state, i.e. the fastest of a few repetitions in a "
-    "row after everything else. slowest: the slowest call, and its time over its own steady time. first: time to the "
-    "first token. graphs, capture: graphs captured, and the time of building and capturing. reused: prompt tokens "
-    "that were not read again. GiB: in use on the device after the fullest call and after the last one."
+    "row after everything else; where rounding made that another text, its time per pass of the target counts. "
+    "slowest: the slowest call, and its time over its own steady time. first: time to the first token. graphs, "
+    "capture: graphs captured, and the time of building and capturing. reused: prompt tokens that were not read again. "
+    "GiB: in use on the device after the fullest call and after the last one."
 )
 TIE = 4.0  # steps of a half-precision dtype up to which a margin between two tokens is rounding
 
@@ -99,12 +100,12 @@ def build_traffic(benchmark: TrafficBenchmark, settings: dict[str, Any], interru
 
 def row(benchmark: TrafficBenchmark, replay: Replay) -> dict[str, Any]:
     """Return the figures of one kind of traffic; None where one is not known."""
-    calls, steady = replay.calls, benchmark.steady
-    known = [call for call in calls if call.item in steady]
+    calls = replay.calls
+    known = [call for call in calls if call.item in benchmark.steady]
     seconds = sum(call.seconds for call in calls)
-    steady_seconds = sum(steady[call.item].seconds for call in known)
+    steady_seconds = sum(steady_time(benchmark, call) for call in known)
     slowest = max(calls, key=lambda call: call.seconds)
-    ratios = [call.seconds / steady[call.item].seconds for call in known]
+    ratios = [call.seconds / steady_time(benchmark, call) for call in known]
     first = [percentile([call.stats.time_to_first_token for call in calls], part) for part in (0.5, 0.95)]
     memory = [call.memory for call in calls if call.memory is not None]
     return {
@@ -115,7 +116,7 @@ def row(benchmark: TrafficBenchmark, replay: Replay) -> dict[str, Any]:
         "ratio_to_steady": sum(call.seconds for call in known) / steady_seconds if known else None,
         "calls_with_steady": len(known),
         "slowest_seconds": slowest.seconds,
-        "slowest_ratio": slowest.seconds / steady[slowest.item].seconds if slowest.item in steady else None,
+        "slowest_ratio": slowest.seconds / steady_time(benchmark, slowest) if slowest in known else None,
         "worst_ratio": max(ratios, default=None),
         "first_token_p50_ms": None if first[0] is None else first[0] * 1000,
         "first_token_p95_ms": None if first[1] is None else first[1] * 1000,
@@ -128,6 +129,17 @@ def row(benchmark: TrafficBenchmark, replay: Replay) -> dict[str, Any]:
     }
 
 
+def steady_time(benchmark: TrafficBenchmark, call: Call) -> float:
+    """Return the steady time of a call that has one.
+
+    In half precision a repetition may become another text, of which more or less is accepted. Then the time per pass
+    of the target is compared.
+    """
+    steady = benchmark.steady[call.item]
+    passes = 1.0 if steady.new == call.new else call.stats.target_forwards / max(1, steady.stats.target_forwards)
+    return steady.seconds * passes
+
+
 def call_row(benchmark: TrafficBenchmark, call: Call) -> dict[str, Any]:
     """Return the figures of one call."""
     steady = benchmark.steady.get(call.item)
@@ -137,8 +149,9 @@ def call_row(benchmark: TrafficBenchmark, call: Call) -> dict[str, Any]:
         "cached_tokens": call.item.cached,
         "new_tokens": call.new_tokens,
         "seconds": call.seconds,
-        "steady_seconds": None if steady is None else steady.seconds,
+        "steady_seconds": None if steady is None else steady_time(benchmark, call),
         "steady_passes": None if steady is None else steady.stats.target_forwards,
+        "same_text_in_steady": None if steady is None else steady.new == call.new,
         "memory": call.memory,
         "stats": call.stats.to_dict(),
     }
@@ -179,7 +192,7 @@ def is_tie(found: Difference, dtype: torch.dtype) -> bool:
 def _with_steady(benchmark: TrafficBenchmark, name: str) -> list[tuple[float, float]]:
     """Return the time and the steady time of each call of a kind, where both are known."""
     calls = benchmark.replays[name].calls if name in benchmark.replays else []
-    return [(call.seconds, benchmark.steady[call.item].seconds) for call in calls if call.item in benchmark.steady]
+    return [(call.seconds, steady_time(benchmark, call)) for call in calls if call.item in benchmark.steady]
 
 
 def _over_steady_on_known_sizes(benchmark: TrafficBenchmark) -> float | None:
@@ -189,7 +202,7 @@ def _over_steady_on_known_sizes(benchmark: TrafficBenchmark) -> float | None:
     for name in (BATCHES, BATCHES_AGAIN):
         for call in benchmark.replays[name].calls if name in benchmark.replays else []:
             if len(call.item.prompts) in seen and call.item in benchmark.steady:
-                over.append(call.seconds - benchmark.steady[call.item].seconds)
+                over.append(call.seconds - steady_time(benchmark, call))
             seen.add(len(call.item.prompts))
     return max(over, default=None)
 

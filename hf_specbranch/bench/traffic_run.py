@@ -5,7 +5,7 @@ The order of a run:
 1. A warm-up of all sizes if requested; then one ordinary call.
 2. Every kind of traffic, call by call, each once.
 3. After everything, the steady time of each call: the fastest of a few repetitions in a row. A repetition reads its
-   whole prompt again, as if no text before had begun like it.
+   whole prompt again, as if no text before had begun like it; a chat is repeated turn by turn.
 4. Some calls are compared with plain `generate()`.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -180,11 +180,20 @@ class TrafficBenchmark:
         spread = [round(at * len(replay.calls) / MOST_STEADY) for at in range(MOST_STEADY)]
         chosen = replay.calls if len(replay.calls) <= MOST_STEADY else [replay.calls[at] for at in spread]
         slowest = max(replay.calls, key=lambda call: call.seconds)
-        items = [call.item for call in (*chosen, slowest) if call.item not in self.steady]
-        for number, item in enumerate(dict.fromkeys(items), start=1):
-            self.progress.doing(f"{name}, steady {number} of {len(items)}")
-            runs = [self.repeat(item) for _ in range(self.traffic.steady_runs)]
-            self.steady[item] = min(runs, key=lambda call: call.seconds)
+        calls = {call.item: call for call in (*chosen, slowest) if call.item not in self.steady}
+        if name == CHAT:
+            self.progress.doing(f"{name}, steady")
+            chats = [self.repeat_chat(list(calls)) for _ in range(self.traffic.steady_runs)]
+            self.steady |= {item: _fastest(runs, calls[item]) for item, runs in zip(calls, zip(*chats))}
+            return
+        for number, (item, call) in enumerate(calls.items(), start=1):
+            self.progress.doing(f"{name}, steady {number} of {len(calls)}")
+            self.steady[item] = _fastest([self.repeat(item) for _ in range(self.traffic.steady_runs)], call)
+
+    def repeat_chat(self, items: list[Item]) -> list[Call]:
+        """Make the turns of a chat once more, one after the other."""
+        self._forget_texts()
+        return [self.call(item) for item in items]
 
     def repeat(self, item: Item) -> Call:
         """Make a call once more: the same text, of which nothing is reused."""
@@ -192,10 +201,14 @@ class TrafficBenchmark:
         if item.cached:
             read = inputs_of(Item([item.prompts[0][: item.cached]]), self.pair)
             self.model.generate(**read, past_key_values=cache, max_new_tokens=1, do_sample=False, specbranch=False)
+        self._forget_texts()
+        return self.call(item, cache)
+
+    def _forget_texts(self) -> None:
+        """Let no prompt begin like the text before."""
         for model in (self.pair.target, self.pair.draft):
             for runner in state_of(model).idle_runners:
                 runner.remembered = NOTHING
-        return self.call(item, cache)
 
     def compare(self, name: str, replay: Replay) -> None:
         """Compare the tokens of some calls with those of plain `generate()`."""
@@ -249,6 +262,11 @@ class TrafficBenchmark:
         if self.pair.target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.pair.target.device)
         return self.replays.setdefault(name, Replay())
+
+
+def _fastest(runs: Iterable[Call], call: Call) -> Call:
+    """Return the fastest repetition of a call, if possible one with the same text."""
+    return min(runs, key=lambda run: (run.new != call.new, run.seconds))
 
 
 @contextmanager

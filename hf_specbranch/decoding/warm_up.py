@@ -28,7 +28,7 @@ from ..runtime.prefill import (
 )
 from ..runtime.selection import BRANCH_SLOTS
 from ..stats import SpecBranchStats
-from .assembly import Assembly
+from .assembly import FEWEST, Assembly
 from .call import Call
 from .engine import assembled, chose_copy, take_over
 from .loop import Parts, decode, read_prompt
@@ -36,6 +36,7 @@ from .policies import POLICIES
 from .resolve import DraftTokens, Feedback, TreeLeaves
 
 ROUNDS = 2  # of each plan: the second has the result of the first
+MOST_RESERVED = 0.5  # of the free memory
 
 
 def capture_stages(call: Call, progress: Progress) -> tuple[Tensor, SpecBranchStats]:
@@ -98,6 +99,8 @@ def _capture_all(assembly: Assembly, progress: Progress) -> None:
     for runner in assembly.runners[0 if call.ranks is None else 1 :]:
         progress.doing(f"{call.rows} rows: prefill")
         _prefill_all_sizes(runner, call.rows)
+        if _reserve(runner, call.rows, call.slots + BRANCH_SLOTS):
+            _prefill_all_sizes(runner, call.rows)
     assembly.all_steps = True
     parts = assembly.parts()
     feedback = read_prompt(parts)
@@ -107,9 +110,23 @@ def _capture_all(assembly: Assembly, progress: Progress) -> None:
             for length in _lengths(assembly.runner, parts):
                 _run(plan, length, assembly, parts, overlap, feedback)
             progress.advance()
+    if len(assembly.plans) > 1 and assembly.draft_runner is not None:
+        _evaluate(assembly, parts)
     torch.cuda.synchronize(assembly.runner.device)
     for runner in assembly.runners:
         runner.remembered = NOTHING
+
+
+def _reserve(runner: EagerRunner, rows: int, slots: int) -> bool:
+    """Make room for the longest texts now, if most of the free memory remains; return whether the cache has moved.
+
+    Otherwise there is room when a text needs it.
+    """
+    if runner.device.type != "cuda" or not (capacity := runner.cache.address.capacity):
+        return False
+    growth = runner.cache.num_bytes / capacity * (slots - capacity)
+    free, _ = torch.cuda.mem_get_info(runner.device)
+    return growth < MOST_RESERVED * free and runner.reserve(rows, slots)
 
 
 def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
@@ -119,6 +136,17 @@ def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
             prefill(runner, tokens, torch.zeros_like(tokens), tokens[:, :1])
     if can_read_in_spare_slots(runner, rows, STEP, used=0):  # the planner lets the draft read part of the text again
         read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device), rows, last=1)
+
+
+def _evaluate(assembly: Assembly, parts: Parts) -> None:
+    """Let the draft read the text as it does when the planner evaluates plans; what it finds is not kept."""
+    text = parts.text
+    text.lengths = [min(text.prompt_length + FEWEST, text.stopper.max_length)] * len(text.lengths)
+    new, text.new = text.new, [[0] * FEWEST for _ in text.lengths]
+    try:
+        assembly.agreements(text)
+    finally:
+        text.new = new
 
 
 def _lengths(runner: EagerRunner, parts: Parts) -> list[int]:

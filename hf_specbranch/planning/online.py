@@ -134,10 +134,13 @@ class Planner(TextChoices):
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            if self.speed is not None and self._check_is_due(plan, predicted):
+            reliable = self.speed is not None
+            # A text that has waited for captures can wait for those of plain decoding too: no later one has to.
+            if (reliable or timing.capturing > 0) and self._check_is_due(plan, predicted):
                 plain = yield from self._check(plan)
                 # A draft that has just been seen to pay is followed without an evaluation, until the end of the text.
-                due = plan.policy == "autoregressive" or timing.tokens_per_second < MIN_GAIN * plain.tokens_per_second
+                pays = timing.tokens_per_second >= MIN_GAIN * plain.tokens_per_second
+                due = due if not reliable else plan.policy == "autoregressive" or not pays
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
