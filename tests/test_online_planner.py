@@ -19,11 +19,12 @@ from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
 from hf_specbranch.planning.agreement import RecentTexts, typical_agreement
-from hf_specbranch.planning.chooser import MIN_PREDICTED_GAIN, choose, plans_within
+from hf_specbranch.planning.chooser import MIN_GAIN, MIN_PREDICTED_GAIN, choose, plans_within
 from hf_specbranch.planning.costs import SegmentTiming, StepCosts
 from hf_specbranch.planning.knowledge import Knowledge, Situation
 from hf_specbranch.planning.simulate import predict, replay
 from hf_specbranch.planning.sizes import predicted_costs, size_of
+from hf_specbranch.planning.text_choices import CERTAIN_GAIN
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.overlap import Totals
 from hf_specbranch.runtime.static_buffers import StaticBuffers
@@ -568,19 +569,35 @@ def test_many_rows_are_compared_with_plain_decoding():
 
 
 def test_first_text_captures_plain_decoding_too():
-    """In a batch a draft is compared with it: in the first text of that size, which waits for captures anyway."""
-    known = Knowledge()
-    planner = planner_for(ALWAYS, known, rows=4, remaining=lambda: 200)
+    """In a batch a draft is compared with it later: no text after the first of that size has to wait for captures."""
+    captured = set()
+    planner = planner_for(ALWAYS, rows=4, remaining=lambda: 200, is_captured=captured.__contains__)
     segments = planner.segments()
     first = next(segments)
+    captured.add(first.plan)
     assert first.plan.policy != "autoregressive"
-    check = segments.send(timing_of(first, ALWAYS)._replace(disturbed=True, capturing=0.5))
-    assert check.plan.policy == "autoregressive" and check.rounds == online.CHECK_ROUNDS
-    again = segments.send(timing_of(check, ALWAYS)._replace(disturbed=True, capturing=0.1))
-    assert again == check
-    assert segments.send(timing_of(again, ALWAYS)).plan.policy != "autoregressive"
-    followed, _ = plan_text(ALWAYS, known, CHEAP_DRAFT, rows=4)
-    assert all(each.plan.policy != "autoregressive" for each in followed)
+    plain = segments.send(timing_of(first, ALWAYS)._replace(disturbed=True, capturing=0.5))
+    assert plain.plan.policy == "autoregressive" and plain.rounds == 1
+    captured.add(plain.plan)
+    second = segments.send(timing_of(plain, ALWAYS)._replace(disturbed=True, capturing=0.1))
+    assert second.plan == first.plan
+    check = segments.send(timing_of(second, ALWAYS))
+    assert check == plain._replace(rounds=online.CHECK_ROUNDS)
+
+
+@pytest.mark.parametrize(("step", "gain"), [(0.4, "small"), (0.1, "large")])
+def test_small_gain_is_not_worth_a_capture(step, gain):
+    """However often texts would have been a little faster: predictions are not that certain."""
+    costs = replace(CHEAP_DRAFT, draft_step=step * CHEAP_DRAFT.target_pass, target_token=0.0)
+    vanilla = [plan for plan in every_plan() if plan.policy == "vanilla" and not plan.tree_leaves]
+    shorter, longer = (plan for plan in vanilla if plan.max_draft_length in (6, 8))
+    speeds = [predict([ALWAYS], plan, costs, True).tokens_per_second for plan in (shorter, longer)]
+    assert MIN_GAIN < speeds[1] / speeds[0] < (CERTAIN_GAIN if gain == "small" else 1.2)
+    known, captured = Knowledge(), {shorter}
+    for _ in range(30):
+        followed, _ = plan_text(ALWAYS, known, costs, plans=[shorter, longer], is_captured=captured.__contains__)
+        captured.update(segment.plan for segment in followed)
+    assert captured == ({shorter} if gain == "small" else {shorter, longer})
 
 
 def test_plans_that_are_captured_are_preferred():

@@ -134,13 +134,15 @@ class Planner(TextChoices):
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            reliable = self.speed is not None
-            # A text that has waited for captures can wait for those of plain decoding too: no later one has to.
-            if (reliable or timing.capturing > 0) and self._check_is_due(plan, predicted):
-                plain = yield from self._check(plan)
-                # A draft that has just been seen to pay is followed without an evaluation, until the end of the text.
-                pays = timing.tokens_per_second >= MIN_GAIN * plain.tokens_per_second
-                due = due if not reliable else plan.policy == "autoregressive" or not pays
+            if self._check_is_due(plan, predicted):
+                if self.speed is not None:
+                    plain = yield from self._check(plan)
+                    # A draft that has just been seen to pay is followed without an evaluation, until the end of the
+                    # text.
+                    pays = timing.tokens_per_second >= MIN_GAIN * plain.tokens_per_second
+                    due = plan.policy == "autoregressive" or not pays
+                elif timing.capturing > 0:
+                    yield from self._capture_check(plan)
             choice = self._next_choice(segment, timing, due)
             rounds *= 2
 
@@ -156,17 +158,25 @@ class Planner(TextChoices):
     # ---- what plain decoding would take, where that is uncertain
 
     def _check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, SegmentTiming]:
-        """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft.
-
-        Without lookup, whose wider passes would hide what a pass of this plan takes.
-        """
-        check = PlanSegment(replace(self.other(plan), prompt_lookup_num_tokens=0), CHECK_ROUNDS, False)
+        """Follow plain decoding for a few rounds, and return their timing; for that plan itself, a draft."""
+        check = self._check_of(plan)
         timing = yield check
         if not self._record(check, timing):  # its stages had to be captured
             timing = yield check
             self._record(check, timing)
         self.checks += 1
         return timing
+
+    def _capture_check(self, plan: SpecBranchConfig) -> Generator[PlanSegment, SegmentTiming, None]:
+        """Let the stages of a check be captured, in a text that has waited for captures anyway: no later one has to."""
+        check = self._check_of(plan)
+        if not self.is_captured(check.plan):
+            timing = yield check._replace(rounds=1)
+            self._record(check, timing._replace(disturbed=True))
+
+    def _check_of(self, plan: SpecBranchConfig) -> PlanSegment:
+        """Return rounds without lookup, whose wider passes would hide what a pass of plain decoding takes."""
+        return PlanSegment(replace(self.other(plan), prompt_lookup_num_tokens=0), CHECK_ROUNDS, False)
 
     def _check_is_due(self, plan: SpecBranchConfig, speed: float) -> bool:
         """Return whether to compare the plan with plain decoding, or plain decoding with a draft.
