@@ -251,17 +251,20 @@ def read_settings(path: Path) -> SpecBranchConfig:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before any work."""
+    """Refuse a file that cannot be written, before any work. No file is made: another process may write it just now."""
     if path is None:
         return
     try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
+        if path.is_dir() or not (folder := path.absolute().parent).is_dir():
             raise ValueError(f"{option} {path}: expected a file in a folder that exists")
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
+        try:
+            path.stat()
+            written = path
+        except FileNotFoundError:
+            written = folder
+        if not os.access(written, os.W_OK):
+            raise ValueError(f"{option} {path}: it cannot be written (no permission for {written})")
+    except OSError as error:  # such as a name that is too long
         raise ValueError(f"{option} {path}: it cannot be written ({error.strerror})") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -100,7 +101,7 @@ class Target:
         optional = runner.masks.optional and ranks is None
         self.nothing_hidden = not buffers.static_shapes and optional and self.unpadded
         self.slots = torch.arange(capacity, out=buffers.tensor("target.slots", (capacity,)))
-        self.memory = PassMemory(buffers, rows, feature_layers)
+        self.feature_layers, self.last_width = feature_layers, 0
         self.states: TargetStates | None = None  # keeps the hidden states of the prompt, if a head drafts
         self.started: Step | None = None  # the pass that reads the prompt, if it was launched already
 
@@ -154,11 +155,20 @@ class Target:
             return Step(self.buffers.keep("target.logits1", logits))
         return Step(logits, hidden, output.get("attentions"))
 
-    def verify(self, draft_tokens: DraftTokens) -> Step:
+    @cached_property
+    def memory(self) -> PassMemory:
+        """The memory of captured passes."""
+        return PassMemory(self.buffers, self.seen.shape[0], self.feature_layers)
+
+    def verify(self, draft_tokens: DraftTokens, width: int = 0) -> Step:
         """Return logits [B, N + 1 + W, V]: at each draft position, at the branch point, and after each tree leaf.
 
         In captured stages, one writes the inputs of the pass, and another one is the pass itself, which takes most of
         the time of a capture. So plans share it: with tree leaves, one row always reads a block of tokens.
+
+        Args:
+            draft_tokens: what to verify.
+            width: the fewest tokens that a captured pass with tree leaves reads.
         """
         again = draft_tokens.leaves is not None
         leaves = 0 if draft_tokens.leaves is None else draft_tokens.leaves.tokens.shape[1]
@@ -169,7 +179,8 @@ class Target:
         self.stats.target_positions += again + queries
         if not self.buffers.static_shapes:
             return self._pass(draft_tokens, shown)
-        width = max(again + queries, BLOCK_SIZE if again and rows == 1 else 0)
+        width = max(again + queries, width, BLOCK_SIZE if again and rows == 1 else 0)
+        self.last_width = width
         shown, inputs = self.runner.bucket(shown), self.memory.inputs(width)
         written = ("verify inputs", width, again, count, leaves, draft_tokens.memory)
         self.buffers.run(written, lambda: self._write(draft_tokens, inputs), only_our_kernels=self.in_triton)
@@ -213,11 +224,12 @@ class Target:
     def read_skipped_token(self) -> None:
         """Read a tree leaf that has become text, so that its keys and values are in their place.
 
-        Rounds with tree leaves do so by themselves; this is for another plan that takes over.
+        Rounds with tree leaves do so by themselves; this is for another plan that takes over. It replays the pass of
+        the last round.
         """
         if self.text.skips:
             rows = self.text.ids[:, :0]
-            self.verify(DraftTokens(rows, self.text.length, leaves=TreeLeaves(rows, rows)))
+            self.verify(DraftTokens(rows, self.text.length, leaves=TreeLeaves(rows, rows)), self.last_width)
 
     def read_columns(self, first: int, last: int) -> Step:
         """Read text that is final, columns `first` to `last` (exclusive); logits [B, last - first, V].

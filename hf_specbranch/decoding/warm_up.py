@@ -169,12 +169,15 @@ def _run(
     overlap.enabled = plan.overlap and policy.drafts_ahead
     feedback = take_over(parts, feedback)
     on_host = assembly.lookup or assembly.candidates  # decides on the host how many tokens to propose
-    if on_host is None:
-        feedback = decode(parts, overlap, feedback, range(ROUNDS))
-    else:
-        for count in (0, *on_host.lengths, 0):  # drafts, tokens from elsewhere, and drafts after these
+    # Drafts, tokens from elsewhere, and drafts after these.
+    for count in (0,) if on_host is None else (0, *on_host.lengths, 0):
+        if on_host is not None:
             on_host.forced = count
-            feedback = decode(parts, overlap, feedback, range(ROUNDS))
+        feedback = decode(parts, overlap, feedback, range(ROUNDS))
+        if plan.tree_leaves:  # when another plan takes over, a leaf may have to be read again
+            none = text.ids[:, :0]
+            leaf = DraftTokens(none, text.length, leaves=TreeLeaves(none, none))
+            parts.target.verify(leaf, parts.target.last_width)
     if policy.drafts_ahead:
         for moved, draft_ended in product((False, True), repeat=2):
             parts.drafter.propose(feedback._replace(moved=moved, draft_ended=draft_ended), text.reach)
@@ -182,7 +185,4 @@ def _run(
             for count in (assembly.lookup.most, 0):
                 assembly.lookup.forced = count
                 parts.drafter.propose(feedback._replace(moved=False, draft_ended=True), text.reach)
-    if plan.tree_leaves:  # when another plan takes over, a leaf may have to be read again
-        none = text.ids[:, :0]
-        parts.target.verify(DraftTokens(none, text.length, leaves=TreeLeaves(none, none)))
     overlap.take()
