@@ -435,6 +435,15 @@ def test_warm_up_captures_all_that_follows(settings):
     assert used[50] - used[-1] < 256 << 20  # memory stays flat
 
 
+def test_warm_up_takes_the_memory_of_the_longest_texts():
+    target, draft = pair()
+    model = specbranch(target, draft)
+    own = config("vanilla", **SPANS)
+    model.warm_up_specbranch(batch_sizes=(2,), max_length=6000, progress=False, specbranch=own)
+    (runner,) = state_of(model).idle_runners
+    assert runner.cache.address.capacity >= 6000
+
+
 def test_warm_up_serves_the_sizes_in_between(monkeypatch):
     monkeypatch.setattr(row_padding, "CAPTURE_SECONDS", math.inf)
     target, draft = pair()

@@ -19,7 +19,7 @@ from hf_specbranch.decoding.call import Call
 from hf_specbranch.model_state import state_of
 from hf_specbranch.planning import online
 from hf_specbranch.planning.agreement import RecentTexts, typical_agreement
-from hf_specbranch.planning.chooser import MIN_GAIN, MIN_PREDICTED_GAIN, choose, plans_within
+from hf_specbranch.planning.chooser import MIN_GAIN, MIN_PREDICTED_GAIN, choose, pass_width, plans_within
 from hf_specbranch.planning.costs import SegmentTiming, StepCosts
 from hf_specbranch.planning.knowledge import Knowledge, Situation
 from hf_specbranch.planning.simulate import predict, replay
@@ -148,6 +148,24 @@ def test_lookup_with_and_without_leaves(kept_buffers, alternate_plans, target, r
         assert torch.equal(model.generate(**run, assistant_model=small), target.generate(**run))
         found += model.specbranch_stats.sources.get("lookup", {"accepted": 0})["accepted"]
     assert found > 10
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_accepted_leaves_are_read_in_the_pass_of_their_plan(kept_buffers, alternate_plans, target, rows, monkeypatch):
+    """No pass has to be captured for a plan that takes over."""
+    keys, run = [], KeptBuffers.run
+    monkeypatch.setattr(
+        KeptBuffers, "run", lambda self, key, stage, *_, **__: (keys.append(key), run(self, key, stage))
+    )
+    leaves = SpecBranchConfig("vanilla", 4, 0.0, max_rejection_branches=0, tree_leaves=6, prompt_lookup_num_tokens=0)
+    alternate_plans(leaves, replace(leaves, policy="autoregressive", tree_leaves=0))
+    small, model = noisy_copy(target, noise=0.4, seed=3), attached(target)
+    for seed in range(2):
+        arguments = {**prompt(rows, seed=seed), "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(**arguments, assistant_model=small), target.generate(**arguments))
+    assert any(key[0] == "verify inputs" and key[2:5] == (True, 0, 0) for key in keys)  # a leaf alone
+    width = BLOCK_SIZE if rows == 1 else pass_width(leaves)
+    assert {key[1:3] for key in keys if key[0] == "verify" and len(key) == 4} == {(width, True), (1, False)}
 
 
 def test_accepted_leaves_are_read_before_the_plan_changes(alternate_plans, target):

@@ -28,7 +28,7 @@ from ..runtime.prefill import (
 )
 from ..runtime.selection import BRANCH_SLOTS
 from ..stats import SpecBranchStats
-from .assembly import FEWEST, Assembly
+from .assembly import Assembly
 from .call import Call
 from .engine import assembled, chose_copy, take_over
 from .loop import Parts, decode, read_prompt
@@ -110,8 +110,6 @@ def _capture_all(assembly: Assembly, progress: Progress) -> None:
             for length in _lengths(assembly.runner, parts):
                 _run(plan, length, assembly, parts, overlap, feedback)
             progress.advance()
-    if len(assembly.plans) > 1 and assembly.draft_runner is not None:
-        _evaluate(assembly, parts)
     torch.cuda.synchronize(assembly.runner.device)
     for runner in assembly.runners:
         runner.remembered = NOTHING
@@ -136,17 +134,6 @@ def _prefill_all_sizes(runner: EagerRunner, rows: int) -> None:
             prefill(runner, tokens, torch.zeros_like(tokens), tokens[:, :1])
     if can_read_in_spare_slots(runner, rows, STEP, used=0):  # the planner lets the draft read part of the text again
         read_in_spare_slots(runner, torch.zeros((1, STEP), dtype=torch.long, device=runner.device), rows, last=1)
-
-
-def _evaluate(assembly: Assembly, parts: Parts) -> None:
-    """Let the draft read the text as it does when the planner evaluates plans; what it finds is not kept."""
-    text = parts.text
-    text.lengths = [min(text.prompt_length + FEWEST, text.stopper.max_length)] * len(text.lengths)
-    new, text.new = text.new, [[0] * FEWEST for _ in text.lengths]
-    try:
-        assembly.agreements(text)
-    finally:
-        text.new = new
 
 
 def _lengths(runner: EagerRunner, parts: Parts) -> list[int]:

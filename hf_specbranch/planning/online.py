@@ -137,8 +137,7 @@ class Planner(TextChoices):
             if self._check_is_due(plan, predicted):
                 if self.speed is not None:
                     plain = yield from self._check(plan)
-                    # A draft that has just been seen to pay is followed without an evaluation, until the end of the
-                    # text.
+                    # A draft that was just seen to pay is followed without an evaluation, until the end of the text.
                     pays = timing.tokens_per_second >= MIN_GAIN * plain.tokens_per_second
                     due = plan.policy == "autoregressive" or not pays
                 elif timing.capturing > 0:
