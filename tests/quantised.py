@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_specbranch.kernels.packed import FP4_VALUES, Packed
+from hf_specbranch.kernels.packed import FP4_VALUES, Packed, dense
 
 from .models import llama
 
@@ -27,7 +27,10 @@ def swap_nibbles(words):
 
 
 def random_packed(kind, rows, depth, group, dtype=torch.float32, device="cpu"):
-    """Return a random quantised weight of a kind, and the weight [N, K] that it stands for in float32."""
+    """Return a random quantised or dense weight, and the weight [N, K] that it stands for in float32."""
+    if kind == "dense":
+        weight = (torch.randn(rows, depth) / depth**0.5).to(dtype)
+        return _to(device, dense(weight)), weight.float()
     groups = depth // group
     scale = (torch.rand(rows, groups) + 0.5) / depth**0.5 / 4
     codes = torch.randint(0, 16, (rows, depth))
@@ -42,13 +45,13 @@ def random_packed(kind, rows, depth, group, dtype=torch.float32, device="cpu"):
     if kind == "float8":
         data = (torch.randn(rows, depth) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)  # larger ones become NaN
         blocks = scale[: -(-rows // 128)].float() / 64
-        dense = data.float() * spread(blocks.repeat_interleave(128, 0)[:rows])
-        return _to(device, Packed(data, blocks, "float8", group, scale_rows=128)), dense
+        weight = data.float() * spread(blocks.repeat_interleave(128, 0)[:rows])
+        return _to(device, Packed(data, blocks, "float8", group, scale_rows=128)), weight
     if kind == "mxfp4":
         exponents = torch.randint(118, 124, (rows, groups), dtype=torch.uint8)
         table = torch.tensor(FP4_VALUES)
-        dense = table[codes] * spread(2.0 ** (exponents.float() - 127))
-        return _to(device, Packed(pack_last(codes), exponents, "table", group, table=table)), dense
+        weight = table[codes] * spread(2.0 ** (exponents.float() - 127))
+        return _to(device, Packed(pack_last(codes), exponents, "table", group, table=table)), weight
     if kind == "nf4":
         table = torch.linspace(-1, 1, 16) ** 3
         words = swap_nibbles(pack_last(codes))

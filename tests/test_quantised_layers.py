@@ -142,12 +142,30 @@ def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeyp
     model = draft_copy(family, weights).to(DEVICE)
     expected, norms, rotations = logits_over_branches(model, fused, DEVICE), [], []
     monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
+    monkeypatch.setattr("hf_specbranch.layers.decoder_layer.fused_is_faster", lambda *_: True)
     monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
     for name in NORMS:
         monkeypatch.setattr(name, counted(normalise, norms))
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
     assert len(norms) == 1 and not rotations
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+def test_norms_and_sums_of_few_rows_run_in_dense_products(monkeypatch):
+    """As in the test before, where that is faster; elsewhere layers are as they were."""
+    model, norms, rotations = draft_copy(Qwen2Config, None).to(DEVICE), [], []
+    expected = logits_over_branches(model, fused, DEVICE)
+    monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
+    monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
+    for name in NORMS[:2]:
+        monkeypatch.setattr(name, counted(normalise, norms))
+    monkeypatch.setattr(Tuned, "fused", lambda self, x, weight, kind: Plan(1, 0, 16, 2, 1))
+    for faster, launched in ((False, True), (True, False)):
+        monkeypatch.setattr("hf_specbranch.layers.decoder_layer.fused_is_faster", lambda *_, found=faster: found)
+        norms.clear(), rotations.clear()
+        torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
+        assert bool(rotations) == launched and (len(norms) > 1) == launched
 
 
 def test_layers_leave_norms_and_sums_to_their_products(monkeypatch):
@@ -165,7 +183,7 @@ def draft_copy(family, weights):
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
     draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(torch.float16)
-    model = copy_of(draft, DraftForm(weights))
+    model = draft if weights is None else copy_of(draft, DraftForm(weights))
     fuse(model)
     return model
 
@@ -201,7 +219,7 @@ def test_quantised_products_are_autotuned(kind, tmp_path, monkeypatch):
     product = product.sum() if isinstance(product, Partials) else product
     torch.testing.assert_close(product.float(), expected, atol=3e-2, rtol=3e-2)
     (key,) = read_plans(cache.file)
-    assert products[1].name in key and key.endswith("1024x1024|split-k")
+    assert products[1].format_name in key and key.endswith("1024x1024|split-k")
     gated = products[2].gated(x, "silu")
     gate, up = (x.float() @ layers[2].dense().float().cuda().T).to(torch.bfloat16).chunk(2, -1)
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

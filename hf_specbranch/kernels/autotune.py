@@ -16,7 +16,6 @@ from torch import Tensor
 from ..machine import write_whole
 from .backend import can_run, power_of_two, triton
 from .gated import gated_product
-from .gemv import MOST_ROWS as FEW_ROWS
 from .linear import MOST_ROWS, PLANS, Partials, Plan, fits, linear_split_k
 from .norm import Norm, normalise
 from .parallel_build import is_dry_run
@@ -176,21 +175,21 @@ def autotune_quantised(
         product: computes norm(x) W^T for one of the weights, by a plan.
         find_weights: returns all weights of one shape and format; called only if a plan is measured.
         candidates: returns the plans to measure for x [rows, K], these weights and this kind.
-        x: the input, or any tensor of as many rows; 2 to 4 rows share a plan, 5 to 16, and 17 to 32.
+        x: the input, or any tensor of as many rows; 2 to 4 rows share a plan, 5 to 8, 9 to 16, and 17 to 32.
         name: of the format; part of the key.
         shape: [N, K].
         kind: what the product is for.
     """
     rows, (columns, depth) = x.numel() // x.shape[-1], shape
-    alike = next(most for most in (1, FEW_ROWS, 16, MOST_ROWS) if rows <= most)
-    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{alike}|{columns}x{depth}|{kind}"
+    alike = next(most for most in (1, 4, 8, 16, MOST_ROWS) if rows <= most)
+    key = f"{gpu_and_versions(x.device)}|{name_of(x.dtype)} {name}|{alike} rows|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
     weights, x = find_weights(), x.new_ones((rows, depth))
     if is_dry_run():
         for each in candidates(x, weights, kind):
-            product(x, _unit_norm(x), weights[0], each)
+            product(x, unit_norm(x), weights[0], each)
         return None
     seconds = seconds_of_each(product, weights, x, candidates(x, weights, kind))
     plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
@@ -212,7 +211,7 @@ def faster_dequantised(
         columns: N.
     """
     rows, depth = x.shape
-    key = f"{_gpu_and_versions(x.device)}|{_name(x.dtype)} {name}|{power_of_two(rows)}|{columns}x{depth}|whole"
+    key = f"{gpu_and_versions(x.device)}|{name_of(x.dtype)} {name}|{power_of_two(rows)}|{columns}x{depth}|whole"
     found, plan = plans.find(key)
     if not found and is_dry_run():
         product(x)
@@ -269,7 +268,7 @@ def _seconds(product: Measured, weights: Sequence[Any], x: Tensor, plan: Plan | 
 
     The weights alternate, so that they come from memory rather than from a cache.
     """
-    norm = _unit_norm(x)
+    norm = unit_norm(x)
     calls = min(24, max(8, len(weights)))
     product(x, norm, weights[0], plan)  # compiled outside the capture
     stream, graph = torch.cuda.Stream(x.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
@@ -297,22 +296,25 @@ def _build_all(weight: Tensor, rows: int, kind: Kind) -> None:
     """Build the kernels that a measurement would run, in a dry run."""
     x = weight.new_zeros((rows, weight.shape[1]))
     for plan in _candidates(weight, rows, kind):
-        _product(kind, None, x, _unit_norm(x), weight, plan)
+        _product(kind, None, x, unit_norm(x), weight, plan)
 
 
-def _unit_norm(x: Tensor) -> Norm:
+def unit_norm(x: Tensor) -> Norm:
+    """Return a norm of x whose weights are 1."""
     return Norm(torch.ones_like(x[0]), 1e-6)
 
 
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:
-    device, dtype = _gpu_and_versions(weight.device), _name(weight.dtype)
+    device, dtype = gpu_and_versions(weight.device), name_of(weight.dtype)
     return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in keys."""
     return str(dtype).removeprefix("torch.")
 
 
 @lru_cache
-def _gpu_and_versions(device: torch.device) -> str:
+def gpu_and_versions(device: torch.device) -> str:
+    """Return the beginning of a key: results hold for one kind of GPU and versions of the libraries."""
     return f"{torch.cuda.get_device_name(device)}|torch {torch.__version__}|triton {triton.__version__}"

@@ -134,6 +134,7 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
     """Return whether the kernel can compute this product with this plan."""
     return (
         plan.warps > 0
+        and plan.spans == 0
         and can_run(x, bias)
         and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]

@@ -1,4 +1,4 @@
-"""q, k and v of one to four tokens in one launch: norm, product, rotary embedding, and the write to the KV cache.
+"""q, k and v of few tokens in one launch: norm, product, rotary embedding, and the write to the KV cache.
 
 A program has rows of W whose dimensions are rotated together: i of a head, and i + D/2 of the same head. What it
 computes it rotates in registers, and stores queries for attention, keys and values in their slots.
@@ -16,7 +16,6 @@ from .backend import (
     can_run,
     constexpr,
     dependent_launch,
-    jit,
     launch_dependents,
     tl,
     triton,
@@ -32,6 +31,9 @@ from .norm import Norm
 from .packed import Packed
 from .rotary import Slots
 from .rotation import HALVES, Rotation, rounds_once
+from .tile_fragments import ROWS_OF_W
+from .tile_rotary import rotary_tile_kernel, turned
+from .tiles import kernel_arguments as tile_arguments
 
 
 class Turn(NamedTuple):
@@ -62,7 +64,7 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     """Compute q, k and v, rotate q and k, write keys and values to the cache, and return the queries.
 
     Args:
-        x: [B, Q, K], at most `MOST_ROWS` tokens.
+        x: [B, Q, K], few tokens.
         weight: [N, K]: the rows of all query heads, all key heads, all value heads.
         bias: [N] or None.
         plan: for which the product `fits`.
@@ -78,13 +80,22 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     heads = weight.shape[0] // size - 2 * shared
     out = x.new_empty((batch, heads, tokens, size))
     cos, sin = (table.expand(batch, -1, -1) for table in (turn.cos, turn.sin))
-    arguments, constants = kernel_arguments(x.reshape(-1, depth), weight, bias, plan, norm)
-    _rotary_gemv_kernel[(triton.cdiv(weight.shape[0], plan.strip),)](
-        *arguments, cos, sin, out, keys, values, places, heads, shared, tokens,
-        *cos.stride()[:2], *sin.stride()[:2], *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        places.stride(0), HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype), **constants,
+    flat, tables = x.reshape(-1, depth), (*cos.stride()[:2], *sin.stride()[:2])
+    places_of_all = (*tables, *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], places.stride(0))
+    rotated = cos, sin, out, keys, values, places, heads, shared, tokens, *places_of_all
+    options = {
+        **dict(HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype)),
         **dependent_launch(x.device, late=True),
-    )  # fmt: skip
+    }
+    if plan.spans > 0:
+        arguments, constants = tile_arguments(flat, weight, plan, norm)
+        tiles = triton.cdiv(weight.shape[0], ROWS_OF_W)
+        rotary_tile_kernel[(tiles,)](
+            *arguments, weight.data if bias is None else bias, *rotated, BIAS=bias is not None, **constants, **options
+        )
+    else:
+        arguments, constants = kernel_arguments(flat, weight, bias, plan, norm)
+        _rotary_gemv_kernel[(triton.cdiv(weight.shape[0], plan.strip),)](*arguments, *rotated, **constants, **options)
     return out
 
 
@@ -199,16 +210,5 @@ def _rotary_gemv_kernel(
         one, two = tl.split(tl.permute(tl.reshape(products[row].to(out.dtype.element_ty), (2, PAIRS)), (1, 0)))
         cos_one, cos_two, sin_one, sin_two = angles[row]
         target, inside = targets[row] + slots[row] * slot_stride, (pair < every) & (row < rows)
-        store_one(target, _turned(one, two, cos_one, sin_one, -1.0, ONCE), inside, ASSEMBLY is None)
-        store_one(target + HEAD_HALF, _turned(two, one, cos_two, sin_two, 1.0, ONCE), inside, ASSEMBLY is None)
-
-
-@jit
-def _turned(x: Value, other: Value, cos: Value, sin: Value, sign: constexpr, ONCE: constexpr) -> Value:
-    """Return x cos + sign * other sin, rounded as `rotary` does."""
-    dtype: tl.constexpr = x.dtype
-    along, across = x.to(tl.float32) * cos.to(tl.float32), other.to(tl.float32) * sin.to(tl.float32)
-    if ONCE:
-        return (along + sign * across).to(dtype)
-    else:
-        return (along.to(dtype).to(tl.float32) + sign * across.to(dtype).to(tl.float32)).to(dtype)
+        store_one(target, turned(one, two, cos_one, sin_one, -1.0, ONCE), inside, ASSEMBLY is None)
+        store_one(target + HEAD_HALF, turned(two, one, cos_two, sin_two, 1.0, ONCE), inside, ASSEMBLY is None)

@@ -48,6 +48,8 @@ class Format(NamedTuple):
 
 def format_of(weight: Packed) -> Format:
     """Return the format of a weight."""
+    if weight.code == "dense":
+        return Format("dense", 16)
     bits = 8 if weight.code in ("int8", "float8") else 4
     whole = weight.group >= weight.shape[1] and weight.zeros != "shift"
     group = 0 if whole else min(weight.group, weight.shape[1])

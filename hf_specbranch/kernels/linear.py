@@ -38,9 +38,10 @@ class Plan(NamedTuple):
     """How a product is divided into programs."""
 
     splits: int  # of the inner dimension (split-K); 1: not split
-    stages: int  # of the software pipeline: loads in flight
+    stages: int  # of the software pipeline: loads in flight; of `tiles.py`: programs per multiprocessor, 0: one a tile
     strip: int = STRIP  # rows of W per program; products with quantised weights vary it
-    warps: int = 0  # of a program without tensor cores (`gemv.py`); 0: with tensor cores
+    warps: int = 0  # of a program of `gemv.py` or `tiles.py`; 0: of another kernel
+    spans: int = 0  # of a row that a warp of `tiles.py` has at a time; 0: of another kernel
 
 
 # Over 106 shapes of models from 68M to 70B on an H200, the fastest of these is within 1%, on average, of the fastest

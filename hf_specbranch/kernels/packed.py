@@ -1,4 +1,4 @@
-"""Quantised weights as checkpoints store them: packed elements, scales per group, zero points.
+"""Weights as checkpoints store them: packed elements, scales per group, zero points; or dense.
 
 A `Packed` weight consists of views of the module's own tensors, so nothing is copied and a change in place is seen.
 Layouts that store the transposed matrix (GPTQ) are transposed views. An element is
@@ -17,15 +17,15 @@ WORD = 8  # 4-bit elements in an int32 word
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # 8 bits: int8 and float8 are what they say. 4 bits: "offset" is an unsigned code, by default with a zero point of 8;
-# "signed" is two's complement; "table" is an index into 16 values.
-Code = Literal["int8", "float8", "offset", "signed", "table"]
+# "signed" is two's complement; "table" is an index into 16 values. "dense": numbers of half precision, without scales.
+Code = Literal["int8", "float8", "offset", "signed", "table", "dense"]
 Zeros = Literal["none", "words", "shift"]
 
 
 class Packed(NamedTuple):
-    """A quantised weight [N, K]. Tensors may be views with any strides."""
+    """A quantised or dense weight [N, K]. Tensors may be views with any strides."""
 
-    data: Tensor  # [N, K] of int8 or float8_e4m3fn, or words [N, K / 8] of int32, the first element in the lowest bits
+    data: Tensor  # [N, K] of numbers, or words [N, K / 8] of int32, the first element in the lowest bits
     scale: Tensor  # [N / scale_rows, K / group] of floats, or uint8 exponents of two plus 127 (e8m0)
     code: Code
     group: int  # elements of a row with one scale
@@ -52,6 +52,11 @@ class Packed(NamedTuple):
         return f"{self.code}-{along}-g{min(self.group, self.shape[1])}x{self.scale_rows}-{self.zeros}-{scale}"
 
 
+def dense(weight: Tensor) -> Packed:
+    """Return a weight of half precision as it is, for kernels that take packed ones. Its scales are not used."""
+    return Packed(weight, weight, "dense", weight.shape[1])
+
+
 def dequantise(packed: Packed) -> Tensor:
     """Return the weight [N, K] in float32: the reference.
 
@@ -60,6 +65,8 @@ def dequantise(packed: Packed) -> Tensor:
         >>> dequantise(Packed(words, torch.tensor([[0.5]]), "offset", group=32))[0, :8].tolist()
         [-4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5]
     """
+    if packed.code == "dense":
+        return packed.data.float()
     rows, depth = packed.shape
     scale = _spread(_exponents(packed.scale), rows, depth, packed.scale_rows, packed.group)
     if packed.code in ("int8", "float8"):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
+from ..kernels.autotune_fused import autotune_fused
+from ..kernels.few_rows import few_rows
 from ..kernels.gated import Activation, gated, gated_product
-from ..kernels.gemv_rotary import Turn
+from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from ..kernels.norm import Norm, normalise
+from ..kernels.packed import Packed
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
@@ -53,9 +57,26 @@ class Tuned:
         rows = x.numel() // x.shape[-1]
         found, plan = known_plan(weight, rows, kind)
         if not found:
-            alike = self.find_weights().get((weight.shape, weight.dtype)) or [weight]
-            plan = autotune(alike, rows, kind)
+            plan = autotune(self._alike(weight), rows, kind)
         return plan
+
+    def fused(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
+        """Return the plan for one launch of a product and what is fused with it; None where there is none."""
+        if not x.is_cuda:
+            return None
+        return autotune_fused(weight, x.numel() // x.shape[-1], kind, partial(self._alike, weight))
+
+    def _alike(self, weight: Tensor) -> list[Tensor]:
+        """Return all weights of one shape."""
+        return self.find_weights().get((weight.shape, weight.dtype)) or [weight]
+
+
+class FewRows(NamedTuple):
+    """A product of few rows that is one launch with what is fused with it."""
+
+    weight: Packed
+    bias: Tensor | None
+    plan: Plan
 
 
 class Product:
@@ -69,6 +90,11 @@ class Product:
         self.layers = layers
         self.in_features: int = layers[0].in_features
         self.out_features = sum(int(layer.out_features) for layer in layers)
+
+    @property
+    def name(self) -> str:
+        """Its shape and what its weights are, for the key of measurements."""
+        return f"{self.out_features}x{self.in_features}"
 
     @property
     def bypassed(self) -> list[nn.Module]:
@@ -96,13 +122,19 @@ class Product:
         """
         return False
 
+    def few_rows(self, x: Tensor, kind: Kind) -> FewRows | None:
+        """Return how one launch computes this product of x and what is fused with it, or None."""
+        return None
+
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         """Compute the product of norm(x)."""
-        return self(normalise(x, norm))
+        found = self.few_rows(x, "normed")
+        return self(normalise(x, norm)) if found is None else few_rows(x, *found, norm=norm)
 
     def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
         """Compute act(gate) * up of norm(x)."""
-        return self.gated(normalise(x, norm), activation)
+        found = self.few_rows(x, "normed-gated")
+        return self.gated(normalise(x, norm), activation) if found is None else few_rows(x, *found, activation, norm)
 
     def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
         """Compute q, k and v of norm(x) [B, Q, K] with their rotary embedding, in one launch.
@@ -110,11 +142,13 @@ class Product:
         Returns:
             The queries; keys and values are in the KV cache. None where a kernel by itself must rotate them.
         """
-        return None
+        found = self.few_rows(x, "normed") if rotary_fits(x, turn) else None
+        return None if found is None else rotary_gemv(x, *found, norm, turn)
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """Compute residual + product."""
-        return residual + self(x)
+        found = self.few_rows(x, "whole")
+        return residual + self(x) if found is None else few_rows(x, *found, residual=residual)
 
     def activated(self, x: Tensor, activation: MlpActivation) -> Tensor:
         """Compute act(product)."""

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from ..kernels.activation import MlpActivation
 from ..kernels.autotune import Kind
 from ..kernels.backend import FLOATS
+from ..kernels.few_rows import fits
 from ..kernels.gated import Activation
 from ..kernels.linear import Partials, Plan
 from ..kernels.lora import USUAL_PLAN, lora_fits, lora_gated_product, lora_product
 from ..kernels.low_rank import LowRank
+from ..kernels.packed import dense
 from .base import Replacement, untouched
 from .lora import Term, add_terms, base_of, is_wrapped, low_rank, terms_of
-from .product import Product, Tuned
+from .product import FewRows, Product, Tuned
 from .storage import joined
 
 
@@ -48,6 +50,19 @@ class PlainProduct(Product):
         if (one := self._as_one()) is None:
             return super().activated(x, activation)
         return self.tuned.activated(x, *one, activation)
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} {str(self.layers[0].weight.dtype).removeprefix('torch.')}"
+
+    def fuses(self, x: Tensor, kind: Kind) -> bool:
+        return self.few_rows(x, kind) is not None
+
+    def few_rows(self, x: Tensor, kind: Kind) -> FewRows | None:
+        if (one := self._as_one()) is None or (plan := self.tuned.fused(x, one[0], kind)) is None:
+            return None
+        weight, bias = dense(one[0]), one[1]
+        return FewRows(weight, bias, plan) if fits(x, weight, bias, plan) else None
 
     def _as_one(self) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias of all layers, if they are joined. They may have been replaced since the last pass."""

@@ -12,15 +12,15 @@ from ..kernels.autotune import Kind, autotune_quantised, faster_dequantised
 from ..kernels.backend import HALF_PRECISION, serves
 from ..kernels.dequantise import fits as can_dequantise
 from ..kernels.dequantise import product_of_many_rows
+from ..kernels.few_rows import MOST_ROWS as FEW_ROWS
+from ..kernels.few_rows import few_rows, few_rows_plans, fits
 from ..kernels.gated import Activation
-from ..kernels.gemv import GEMV_PLANS, fits, gemv
-from ..kernels.gemv import MOST_ROWS as FEW_ROWS
-from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
+from ..kernels.gemv import GEMV_PLANS
 from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
-from .product import Product, Tuned
+from .product import FewRows, Product, Tuned
 from .quantised_formats import Format, possible_formats, recognise_format
 from .storage import joined
 
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     def product(self, x: Tensor, plan: Plan, norm: Norm | None = None) -> Tensor | Partials:
         """Compute x W^T + bias of all layers, of norm(x) if it is given."""
         if len(self.weights) == 1 and fits(x, self.weights[0], self.biases[0], plan):
-            return gemv(x, self.weights[0], self.biases[0], plan, norm=norm)
+            return few_rows(x, self.weights[0], self.biases[0], plan, norm=norm)
         x = x if norm is None else normalise(x, norm)
         return quantised_linear(x, self.weights, self.biases, with_tensor_cores(plan))
 
@@ -47,24 +47,28 @@ class Operands(NamedTuple):
         """Compute act(gate) * up of layers that are one product, of norm(x) if it is given."""
         (weight,), (bias,) = self
         if fits(x, weight, bias, plan):
-            return gemv(x, weight, bias, plan, activation, norm)
+            return few_rows(x, weight, bias, plan, activation, norm)
         x = x if norm is None else normalise(x, norm)
         return quantised_gated(x, weight, bias, activation, with_tensor_cores(plan))
 
 
 def with_tensor_cores(plan: Plan) -> Plan:
-    """Return the plan, or another one if it is for products without tensor cores, which do not take these operands."""
+    """Return the plan, or another one if it is for products of few rows, which do not take these operands."""
     return plan if plan.warps == 0 else QUANTISED_PLANS[0]
 
 
 def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list[Plan]:
-    """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format."""
+    """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format.
+
+    For one row, the kernels for few rows always are.
+    """
     plans = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
     plans = [plan for plan in plans if plan.splits == 1 or kind in ("split-k", "normed")]
     if any(len(operands.weights) > 1 for operands in products):
         return [] if kind in ("gated", "normed-gated") else plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
-    return [*plans, *(plan for plan in GEMV_PLANS if all(fits(x, *each, plan) for each in operands))]
+    of_few = [plan for plan in few_rows_plans(x, *operands[0]) if all(fits(x, *each, plan) for each in operands)]
+    return of_few if of_few and len(x) == 1 else [*plans, *of_few]
 
 
 class QuantisedProduct(Product):
@@ -83,9 +87,14 @@ class QuantisedProduct(Product):
         super().__init__(layers)
         self.formats = formats
         operands = self._operands()
-        self.name = "" if operands is None else "+".join(dict.fromkeys(weight.name for weight in operands.weights))
-        self.alike = tuned.quantised.setdefault((self.name, self.in_features, self.out_features), [])
+        weights = [] if operands is None else operands.weights
+        self.format_name = "+".join(dict.fromkeys(weight.name for weight in weights))
+        self.alike = tuned.quantised.setdefault((self.format_name, self.in_features, self.out_features), [])
         self.alike.append(self)
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} {self.format_name}"
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self._product(x, "whole")
@@ -107,29 +116,12 @@ class QuantisedProduct(Product):
         plan = self._plan(x, kind)
         return plan is not None and plan.warps > 0
 
-    def normed(self, x: Tensor, norm: Norm) -> Tensor:
-        found = self._as_gemv(x, "normed")
-        return super().normed(x, norm) if found is None else gemv(x, *found, norm=norm)
-
-    def normed_gated(self, x: Tensor, activation: Activation, norm: Norm) -> Tensor:
-        found = self._as_gemv(x, "normed-gated")
-        return super().normed_gated(x, activation, norm) if found is None else gemv(x, *found, activation, norm)
-
-    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Tensor | None:
-        found = self._as_gemv(x, "normed") if rotary_fits(x, turn) else None
-        return None if found is None else rotary_gemv(x, *found, norm, turn)
-
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        found = self._as_gemv(x, "whole")
-        return super().added(x, residual) if found is None else gemv(x, *found, residual=residual)
-
-    def _as_gemv(self, x: Tensor, kind: Kind) -> tuple[Packed, Tensor | None, Plan] | None:
-        """Return weight, bias and plan, if one launch without tensor cores computes this product."""
+    def few_rows(self, x: Tensor, kind: Kind) -> FewRows | None:
         operands, plan = self._operands(), self._plan(x, kind)
         if operands is None or plan is None or len(operands.weights) > 1:
             return None
         (weight,), (bias,) = operands
-        return (weight, bias, plan) if fits(x, weight, bias, plan) else None
+        return FewRows(weight, bias, plan) if fits(x, weight, bias, plan) else None
 
     def _product(self, x: Tensor, kind: Kind) -> Tensor | Partials:
         operands = self._operands() if _takes(x) else None
@@ -154,7 +146,7 @@ class QuantisedProduct(Product):
         if not x.is_cuda or x.dtype not in HALF_PRECISION:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        faster = faster_dequantised(operands.of_many_rows, self._own, flat, self.name, self.out_features)
+        faster = faster_dequantised(operands.of_many_rows, self._own, flat, self.format_name, self.out_features)
         return operands if faster else None
 
     def _operands(self) -> Operands | None:
@@ -175,14 +167,24 @@ class QuantisedProduct(Product):
             return None
 
         def product(x: Tensor, norm: Norm, operands: Operands, plan: Plan | None) -> Tensor | Partials:
+            """Compute what is measured, between a small kernel and a large one as in a layer.
+
+            A program of the next kernel can load its weights early if it finds room beside those of this one.
+            """
             assert plan is not None
-            given = (x, norm) if kind in ("normed", "normed-gated") else (normalise(x, norm), None)
-            if kind in ("gated", "normed-gated"):
-                return operands.gated(given[0], "silu", plan, given[1])
-            return operands.product(given[0], plan, given[1])
+            x = normalise(x, norm)
+            given = (x, norm) if kind in ("normed", "normed-gated") else (x, None)
+            gated = kind in ("gated", "normed-gated")
+            result = (
+                operands.gated(given[0], "silu", plan, given[1])
+                if gated
+                else operands.product(given[0], plan, given[1])
+            )
+            operands.product(x, GEMV_PLANS[0])
+            return result
 
         shape = self.out_features, self.in_features
-        return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.name, shape, kind)
+        return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.format_name, shape, kind)
 
     def _operands_alike(self) -> list[Operands]:
         return [operands for each in self.alike if (operands := each._operands()) is not None]

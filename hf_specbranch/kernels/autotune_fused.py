@@ -1,0 +1,70 @@
+"""Autotunes products of few rows with dense weights, together with what is fused with them: a norm, or a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .autotune import Kind, gpu_and_versions, name_of, plans, seconds_of_each, unit_norm
+from .backend import HALF_PRECISION
+from .few_rows import MOST_ROWS, few_rows
+from .linear import Plan
+from .norm import Norm
+from .packed import dense
+from .parallel_build import is_dry_run
+from .tiles import tile_plans
+
+# Bytes. A larger weight takes about as long as it takes to read it, however it is multiplied.
+LARGEST_WEIGHT = 128 << 20
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """A product with what is fused with it.
+
+    Args:
+        kind: of the product.
+        residual: [rows, N], added to a "whole" product.
+    """
+
+    kind: Kind
+    residual: Tensor
+
+    def __call__(self, x: Tensor, norm: Norm, weight: Tensor, plan: Plan | None) -> Tensor:
+        assert plan is not None
+        if self.kind == "whole":
+            return few_rows(x, dense(weight), None, plan, residual=self.residual)
+        return few_rows(x, dense(weight), None, plan, "silu" if self.kind == "normed-gated" else None, norm)
+
+
+def autotune_fused(weight: Tensor, rows: int, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
+    """Return the fastest plan for one launch; None where there is none.
+
+    Args:
+        weight: [N, K].
+        rows: of x; 2 to 4 rows share a plan, and so do 5 to 8.
+        kind: "normed", "normed-gated", or "whole" for a product to which a residual is added.
+        find_weights: returns all weights of this shape; called only if something is measured.
+    """
+    alike = next((most for most in (1, 4, MOST_ROWS) if rows <= most), 0)
+    if not weight.is_cuda or weight.dtype not in HALF_PRECISION or weight.nbytes > LARGEST_WEIGHT or not alike:
+        return None
+    columns, depth = weight.shape
+    key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|{alike} rows|{columns}x{depth}|{kind}"
+    found, plan = plans.find(key)
+    if found or torch.cuda.is_current_stream_capturing():
+        return plan
+    x = weight.new_ones((alike, depth))
+    candidates = tile_plans(x, dense(weight))
+    measured = _Fused(kind, weight.new_zeros((alike, columns)))
+    if is_dry_run():
+        for each in candidates:
+            measured(x, unit_norm(x), weight, each)
+        return None
+    seconds = seconds_of_each(measured, find_weights(), x, candidates)
+    plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
+    plans.store(key, plan)
+    return plan

@@ -1,0 +1,44 @@
+"""Products of few rows of x with quantised weights in one launch: by `tiles.py` or `gemv.py`, as the plan says."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import gemv, tiles
+from .gated import Activation
+from .linear import Plan
+from .norm import Norm
+from .packed import Packed
+
+MOST_ROWS = tiles.MOST_ROWS
+
+
+def few_rows(
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    plan: Plan,
+    gate: Activation | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute a product; see `gemv.gemv` and `tiles.tile_product`."""
+    product = tiles.tile_product if plan.spans > 0 else gemv.gemv
+    return product(x, weight, bias, plan, gate, norm, residual)
+
+
+def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
+    """Return whether the kernel of this plan can compute the product."""
+    return tiles.fits(x, weight, bias, plan) if plan.spans > 0 else gemv.fits(x, weight, bias, plan)
+
+
+def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]:
+    """Return the plans that may be the fastest.
+
+    For two rows and more, tiles were faster than the other kernel in all products of three models on an H200, but for
+    one that took 1% longer. For one row either may be.
+    """
+    by_tiles = tiles.tile_plans(x, weight)
+    if by_tiles and x.numel() > x.shape[-1]:
+        return by_tiles
+    return [*by_tiles, *(plan for plan in gemv.GEMV_PLANS if gemv.fits(x, weight, bias, plan))]

@@ -1,0 +1,303 @@
+"""y = x W^T for one to eight rows of x, by tensor cores in registers.
+
+A program multiplies 16 rows of W by all rows of x; its warps divide the inner dimension. Elements go straight from
+memory into the registers of the threads that multiply them (`tile_loads.py`, `tile_fragments.py`). So there is no
+shared memory to fill, and an element takes few instructions: about half of those of `gemv.py` for one row of x.
+
+A plan either has a program for each tile, or a few programs per multiprocessor that keep x and take tile after tile.
+Where registers do not suffice for all of a row, a program takes some spans of it at a time.
+
+As in `gemv.py`, a product can also normalise x, compute a gated activation, and add a residual to its result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import (
+    HALF_PRECISION,
+    Value,
+    can_run,
+    constexpr,
+    converts_float8,
+    dependent_launch,
+    jit,
+    launch_dependents,
+    multiprocessors,
+    power_of_two,
+    tl,
+    triton,
+    varying,
+    wait_for_dependencies,
+    zero_after_wait,
+)
+from .gated import Activation, apply_gate
+from .gemv_loads import store_one
+from .gemv_words import BYTES_PER_LOAD, format_of
+from .linear import Plan
+from .norm import Norm, normalise
+from .packed import Packed
+from .tile_fragments import DEPTH, ROWS_OF_W, codes_base
+from .tile_loads import load_edges, load_right, load_rows
+from .tile_sums import (
+    constants_of_tile,
+    norm_factors,
+    places,
+    product_of_spans,
+    right_operands,
+    sums_of_right,
+    sums_of_threads,
+    sums_of_tile,
+)
+
+MOST_ROWS = 8
+WARPS = (1, 2, 4, 8, 16)
+# Registers of a thread for W: all spans at once, or with those of the next tile or step beside them; and for x.
+MOST_WORDS, MOST_WORDS_TWICE, MOST_STATES = 112, 64, 64
+
+
+def tile_product(
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    plan: Plan,
+    gate: Activation | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Compute a product by the kernel.
+
+    Args:
+        x: [..., K], at most `MOST_ROWS` rows.
+        weight: [N, K].
+        bias: [N] or None.
+        plan: one of `tile_plans`, for which `fits`.
+        gate: the activation of a gate, whose rows come before those of the up projection.
+        norm: an RMSNorm of x, for which `gemv.takes_norm`.
+        residual: of the shape of the result, added to it.
+
+    Returns:
+        [..., N], or [..., N / 2] with a gate.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    rows, columns = len(flat), weight.shape[0] // (1 if gate is None else 2)
+    out = flat.new_empty((rows, columns))
+    added = out if residual is None else residual.reshape(rows, columns)
+    arguments, constants = kernel_arguments(flat, weight, plan, norm)
+    tiles = triton.cdiv(columns, ROWS_OF_W if gate is None else ROWS_OF_W // 2)
+    programs = min(tiles, plan.stages * multiprocessors(flat.device)) if plan.stages else tiles
+    _tile_kernel[(programs,)](
+        *arguments, out if bias is None else bias, added, out, columns, added.stride(0), tiles,
+        BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh",
+        LOOP=programs < tiles, **constants, **dependent_launch(flat.device),
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], columns)
+
+
+def kernel_arguments(
+    flat: Tensor, weight: Packed, plan: Plan, norm: Norm | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a kernel of tiles needs for x [rows, K]: its first arguments, and constants."""
+    (rows, depth), form = flat.shape, format_of(weight)
+    if norm is not None and norm.weight.dtype != flat.dtype:
+        flat, norm = normalise(flat, norm), None
+    data, scale = weight.data.view(torch.int32), weight.scale
+    zero = scale if weight.zero is None else weight.zero
+    words = flat.view(torch.int32)  # two elements each
+    gain = words if norm is None else norm.weight.view(torch.int32)
+    strides = words.stride(0), data.stride(0), *scale.stride(), *zero.stride()
+    constants = {
+        **dict(NORM=norm is not None, OFFSET=0.0 if norm is None else norm.form.offset),
+        **dict(FLOAT16=flat.dtype == torch.float16, **form._asdict()),
+        **dict(ROWS=power_of_two(rows), WARPS=plan.warps, SPANS=plan.spans),
+        **dict(STEPS=triton.cdiv(_needed(depth, plan.warps), plan.spans)),
+        **dict(PLAIN=not flat.is_cuda, num_warps=plan.warps),
+    }
+    return (words, data, scale, zero, gain, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
+
+
+def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
+    """Return the plans that may be the fastest for products with this weight."""
+    (columns, depth), bits = weight.shape, format_of(weight).BITS
+    tiles = triton.cdiv(columns, ROWS_OF_W)
+    rows = power_of_two(x.numel() // x.shape[-1])
+    plans = []
+    for warps in WARPS:
+        spans = _needed(depth, warps)
+        words, states = spans * 2 * bits, spans * 2 * rows
+        if depth < DEPTH * warps or words > MOST_WORDS or states > MOST_STATES:
+            continue
+        plans.append(Plan(1, 0, ROWS_OF_W, warps, spans))
+        if words <= MOST_WORDS_TWICE:
+            in_turn = [programs for programs in (2, 4) if tiles > programs * multiprocessors(x.device)]
+            plans += [Plan(1, programs, ROWS_OF_W, warps, spans) for programs in in_turn]
+    for warps in (4, 8, 16):
+        spans = min(MOST_WORDS_TWICE // (4 * bits), MOST_STATES // (4 * rows))
+        if _needed(depth, warps) > spans:
+            plans.append(Plan(1, 0, ROWS_OF_W, warps, spans))
+    return [plan for plan in plans if fits(x, weight, None, plan)]
+
+
+def _needed(depth: int, warps: int) -> int:
+    """Return the spans of a row for each warp."""
+    return -(-depth // (DEPTH * warps))
+
+
+def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
+    """Return whether the kernel can compute this product with this plan."""
+    depth = x.shape[-1]
+    return (
+        plan.spans > 0
+        and can_run(x, bias)
+        and x.dtype in HALF_PRECISION
+        and weight.data.device == x.device
+        and 0 < x.numel() <= MOST_ROWS * depth
+        and x.stride(-1) == 1
+        and x.data_ptr() % 4 == 0
+        and depth % DEPTH == 0
+        and (x.ndim == 1 or x.stride(-2) % 2 == 0)
+        and kernel_takes(weight)
+        and (weight.code != "dense" or weight.data.dtype == x.dtype)
+    )
+
+
+def kernel_takes(weight: Packed) -> bool:
+    """Return whether the kernel reads such a weight: rows of whole aligned loads, and groups of whole spans."""
+    data = weight.data
+    if weight.code not in ("dense", "float8", "offset", "signed") or weight.high_first or data.stride(1) != 1:
+        return False
+    if weight.code == "float8" and not converts_float8(data.device):
+        return False
+    form, row_bytes = format_of(weight), data.stride(0) * data.element_size()
+    aligned = data.data_ptr() % BYTES_PER_LOAD == row_bytes % BYTES_PER_LOAD == 0
+    return aligned and weight.shape[1] % DEPTH == form.GROUP % DEPTH == 0
+
+
+@varying("rows")
+def _tile_kernel(
+    x: Value,
+    data: Value,
+    scale: Value,
+    zero: Value,
+    norm_weight: Value,
+    rows: Value,
+    depth: Value,
+    x_row: Value,
+    data_row: Value,
+    scale_n: Value,
+    scale_k: Value,
+    zero_n: Value,
+    zero_k: Value,
+    eps: Value,
+    bias: Value,
+    residual: Value,
+    out: Value,
+    columns: Value,
+    residual_row: Value,
+    tiles: Value,
+    BIAS: constexpr,
+    RESIDUAL: constexpr,
+    GATED: constexpr,
+    TANH: constexpr,
+    LOOP: constexpr,
+    NORM: constexpr,
+    OFFSET: constexpr,
+    FLOAT16: constexpr,
+    CODE: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    SCALE_ROWS: constexpr,
+    ZEROS: constexpr,
+    ZERO_OFFSET: constexpr,
+    EXPONENTS: constexpr,
+    ROWS: constexpr,
+    WARPS: constexpr,
+    SPANS: constexpr,
+    STEPS: constexpr,
+    PLAIN: constexpr,
+    PDL: constexpr,
+) -> None:
+    launch_dependents(PDL)
+    tile = tl.program_id(0)
+    warp, g, q = places(WARPS)
+    words, values, gain = constants_of_tile(
+        tile, data, scale, zero, norm_weight, depth, columns, tiles, data_row, scale_n, scale_k, zero_n, zero_k, GATED,
+        0, NORM, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, PLAIN,
+    )  # fmt: skip
+    wait_for_dependencies(PDL)
+    x += zero_after_wait(PDL) + tl.minimum(g % ROWS, rows - 1) * x_row
+    residual += zero_after_wait(PDL)
+    if not LOOP:
+        edges = load_edges(tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN)
+        sums, factors = sums_of_tile(
+            words, values, gain, tile, x, data, scale, zero, norm_weight, rows, depth, columns, tiles, data_row,
+            scale_n, scale_k, zero_n, zero_k, eps, GATED, 0, NORM, OFFSET, FLOAT16, CODE, BITS, GROUP, SCALE_ROWS,
+            ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, STEPS, PLAIN,
+        )  # fmt: skip
+        _store(sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN)
+    else:
+        base = codes_base(warp * 0 + (rows >> 24), CODE)
+        none = warp.to(tl.float32) * 0.0
+        states = load_right(x, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
+        right, square, unscaled = right_operands(states, gain, none, NORM, OFFSET, FLOAT16, BITS, WARPS, PLAIN)
+        begin = sums_of_right(right, none, CODE, ZEROS, ROWS, WARPS, SPANS, PLAIN)
+        factors = norm_factors(square, depth, eps, NORM, ROWS, WARPS)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            edges = load_edges(tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN)
+            next_words, next_values = load_rows(
+                tile + tl.num_programs(0), tiles, warp, g, q, data, scale, zero, depth, columns, data_row, scale_n,
+                scale_k, zero_n, zero_k, GATED, 0, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS,
+                PLAIN,
+            )  # fmt: skip
+            # What is added to g is 0. Without it the compiler would keep all masked operands of x in registers.
+            sums = product_of_spans(
+                words, values, right, begin, unscaled, base, g + (tile >> 24), FLOAT16, BITS, GROUP, ZEROS, ROWS, WARPS,
+                SPANS, PLAIN,
+            )  # fmt: skip
+            sums = sums_of_threads(sums, ROWS, WARPS)
+            _store(sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN)
+            words, values = next_words, next_values
+
+
+@jit
+def _store(
+    sums: Value,
+    factors: Value,
+    edges: Value,
+    tile: Value,
+    out: Value,
+    rows: Value,
+    columns: Value,
+    RESIDUAL: constexpr,
+    GATED: constexpr,
+    TANH: constexpr,
+    NORM: constexpr,
+    BIAS: constexpr,
+    ROWS: constexpr,
+    PLAIN: constexpr,
+) -> None:
+    """Store the result of a tile, or what is computed from it. `edges` are those of `load_edges`."""
+    biases, residuals = edges
+    dtype: tl.constexpr = out.dtype.element_ty
+    for odd in tl.static_range(2 if ROWS > 1 else 1):
+        above, below = sums[odd], sums[2 + odd]
+        if NORM:
+            above, below = above * factors[odd], below * factors[odd]
+        if BIAS:
+            above, below = above + biases[0], below + biases[1]
+        above, below = above.to(dtype), below.to(dtype)
+        row = tl.arange(0, ROWS // 2 if ROWS > 1 else 1)[None, :] * 2 + odd
+        if GATED:
+            column = (tile * 8 + tl.arange(0, 8))[:, None] + row * 0
+            inside = (row < rows) & (column < columns)
+            store_one(out + row * columns + column, apply_gate(above, below, TANH), inside, PLAIN)
+        else:
+            if RESIDUAL:
+                above = (residuals[odd][0].to(tl.float32) + above.to(tl.float32)).to(dtype)
+                below = (residuals[odd][1].to(tl.float32) + below.to(tl.float32)).to(dtype)
+            column = (tile * 16 + tl.arange(0, 8))[:, None] + row * 0
+            store_one(out + row * columns + column, above, (row < rows) & (column < columns), PLAIN)
+            store_one(out + row * columns + column + 8, below, (row < rows) & (column + 8 < columns), PLAIN)

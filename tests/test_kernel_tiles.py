@@ -1,0 +1,187 @@
+"""Products of few rows by tiles in registers: kernels equal references."""
+
+import pytest
+import torch
+
+from hf_specbranch.kernels.few_rows import few_rows, few_rows_plans
+from hf_specbranch.kernels.gated import gated_reference
+from hf_specbranch.kernels.gemv import GEMV_PLANS
+from hf_specbranch.kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
+from hf_specbranch.kernels.linear import PLANS, Plan
+from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
+from hf_specbranch.kernels.packed import Packed
+from hf_specbranch.kernels.quantised import quantised_reference
+from hf_specbranch.kernels.rotary import Slots, rotary
+from hf_specbranch.kernels.tiles import MOST_ROWS, fits, kernel_takes, tile_plans, tile_product
+from hf_specbranch.layers.quantised import Operands, candidate_plans
+
+from .kernels import DEVICE, assert_close, randn, where_triton_runs
+from .quantised import random_packed
+
+KINDS = ("dense", "float8", "symmetric", "asymmetric", "shift")
+ONE, TAKEN_IN_TURN, STEPS = Plan(1, 0, 16, 2, 2), Plan(1, 1, 16, 1, 3), Plan(1, 0, 16, 2, 1)
+WHOLE = 384  # elements of a row, with one scale
+
+
+@where_triton_runs
+@pytest.mark.parametrize(
+    ("kind", "group", "rows", "plan"),
+    [
+        ("dense", WHOLE, 1, ONE),
+        ("dense", WHOLE, 5, TAKEN_IN_TURN),
+        ("dense", WHOLE, 3, STEPS),
+        ("float8", 128, 1, ONE),
+        ("float8", 128, 3, TAKEN_IN_TURN),
+        ("symmetric", WHOLE, 1, STEPS),
+        ("symmetric", 128, 8, ONE),
+        ("asymmetric", 128, 2, TAKEN_IN_TURN),
+        ("asymmetric", WHOLE, 1, ONE),
+        ("shift", 128, 4, STEPS),
+        ("shift", WHOLE, 1, TAKEN_IN_TURN),
+    ],
+)
+def test_kernel_tile_product(kind, group, rows, plan):
+    """The last tile is not full, and warps have different numbers of spans."""
+    torch.manual_seed(0)
+    packed, _ = random_packed(kind, 72, 384, group, torch.float16, DEVICE)
+    x, bias, residual = (randn(*shape, dtype=torch.float16) for shape in ((rows, 384), (72,), (rows, 72)))
+    assert fits(x, packed, bias, plan)
+    expected = residual + quantised_reference(x, packed, bias)
+    assert_close(tile_product(x, packed, bias, plan, residual=residual), expected)
+
+
+@where_triton_runs
+@pytest.mark.parametrize(
+    ("kind", "rows", "form", "plan", "activation"),
+    [
+        ("dense", 1, PLAIN, ONE, None),
+        ("dense", 3, GEMMA, STEPS, "silu"),
+        ("float8", 1, PLAIN, ONE, "silu"),
+        ("float8", 4, GEMMA, STEPS, None),
+        ("symmetric", 2, PLAIN, TAKEN_IN_TURN, "gelu_tanh"),
+        ("symmetric", 8, PLAIN, STEPS, "silu"),
+        ("asymmetric", 1, GEMMA, ONE, None),
+    ],
+)
+def test_kernel_tile_product_normalises(kind, rows, form, plan, activation):
+    """Rows differ by orders of magnitude, as residuals do; each has a factor of its own."""
+    torch.manual_seed(0)
+    packed, _ = random_packed(kind, 48, 384, 128, torch.float16, DEVICE)
+    x = (randn(rows, 384) * 3.0 ** torch.arange(-2, rows - 2, device=DEVICE)[:, None]).half()
+    norm = Norm(randn(384, dtype=torch.float16), 1e-6, form)
+    wide = Norm(norm.weight.float(), 1e-6, form)
+    expected = quantised_reference(norm_reference(x.float(), wide), packed, None)
+    if activation is not None:
+        expected = gated_reference(expected, activation)
+    assert_close(tile_product(x, packed, None, plan, activation, norm), expected.half())
+
+
+@where_triton_runs
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens", "plan"),
+    [("symmetric", 1, 1, ONE), ("symmetric", 2, 2, STEPS), ("symmetric", 1, 3, ONE), ("dense", 2, 2, ONE)],
+)
+def test_kernel_tiles_rotate_and_write_to_the_cache(kind, batch, tokens, plan):
+    torch.manual_seed(0)
+    size, heads, shared = 24, 3, 2  # a tile may hold dimensions of two heads
+    packed, _ = random_packed(kind, size * (heads + 2 * shared), 256, 128, torch.float16, DEVICE)
+    x, norm = randn(batch, tokens, 256, dtype=torch.float16), Norm(randn(256, dtype=torch.float16), 1e-6)
+    bias = randn(size * (heads + 2 * shared), dtype=torch.float16)
+    angles = torch.rand(1, tokens, size // 2, device=DEVICE).repeat(1, 1, 2) * 6
+    places = torch.tensor([[7, 2, 5], [0, 9, 4]], device=DEVICE)[:batch, :tokens]
+    caches = [
+        Slots(*torch.zeros(2, batch, shared, 10, size, device=DEVICE, dtype=torch.float16), places) for _ in range(2)
+    ]
+    turn = Turn(angles.cos(), angles.sin(), caches[0], size)
+    assert fits(x, packed, bias, plan) and rotary_fits(x, turn)
+    got = rotary_gemv(x, packed, bias, plan, norm, turn)
+    product = quantised_reference(norm_reference(x, norm).flatten(0, 1), packed, bias)
+    parts = product.view(batch, tokens, -1, size).transpose(1, 2).split([heads, shared, shared], 1)
+    expected, _ = rotary(*parts, turn.cos, turn.sin, slots=caches[1], dtype=torch.float16)
+    for ours, reference in ((got, expected), *zip(caches[0][:2], caches[1][:2])):
+        assert_close(ours, reference)
+
+
+@where_triton_runs
+def test_tiles_refuse_what_they_cannot_compute():
+    packed, _ = random_packed("symmetric", 16, 256, 128, torch.float16, DEVICE)
+    x = randn(1, 256, dtype=torch.float16)
+    assert fits(x, packed, None, ONE) and kernel_takes(packed)
+    assert not fits(x.float(), packed, None, ONE)  # tensor cores take half precision
+    assert not fits(randn(MOST_ROWS + 1, 256, dtype=torch.float16), packed, None, ONE)
+    assert not any(fits(x, packed, None, plan) for plan in (*PLANS, *GEMV_PLANS))
+    assert not fits(randn(1, 257, dtype=torch.float16)[:, 1:], packed, None, ONE)  # words of two elements
+    assert not kernel_takes(packed._replace(data=packed.data.T.contiguous().T))
+    for kind, depth, group in (("int8", 256, 128), ("symmetric", 256, 32), ("mxfp4", 256, 128), ("float8", 192, 192)):
+        assert not kernel_takes(random_packed(kind, 16, depth, group, torch.float16, DEVICE)[0]), kind
+
+
+@where_triton_runs
+def test_plans_of_few_rows():
+    """One row may be multiplied by either kernel, more by tiles; registers suffice for every plan."""
+    packed, _ = random_packed("float8", 16, 896, 128, torch.float16, DEVICE)
+    one, two = (randn(rows, 896, dtype=torch.float16) for rows in (1, 2))
+    assert set(tile_plans(one, packed)) < set(few_rows_plans(one, packed, None))
+    assert set(few_rows_plans(two, packed, None)) == set(tile_plans(two, packed))
+    assert {plan.warps for plan in tile_plans(one, packed)} == {1, 2, 4}
+    assert set(candidate_plans(one, [Operands([packed], [None])], "whole")) == set(few_rows_plans(one, packed, None))
+    long, _ = random_packed("float8", 16, 28672, 128, torch.float16, DEVICE)
+    for rows in (1, 2, 4, 8):
+        plans = tile_plans(randn(rows, 28672, dtype=torch.float16), long)
+        assert plans and all(16 * plan.spans <= 64 and 4 * rows * plan.spans <= 64 for plan in plans)
+    x = randn(1, 896, dtype=torch.float16)
+    for plan in (tile_plans(x, packed)[0], GEMV_PLANS[0]):
+        assert_close(few_rows(x, packed, None, plan), quantised_reference(x, packed, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+def test_error_of_tile_products(kind, gated, rows):
+    """Against the exact product at most 1.1 times the error of bfloat16 weights and products, for all plans."""
+    torch.manual_seed(0)
+    for columns, depth in ((512, 896), (8192, 896), (1024, 4096)):
+        packed, dense = random_packed(kind, columns, depth, 128, torch.bfloat16, "cuda")
+        dense, norm = dense.cuda(), Norm(torch.rand(depth, device="cuda", dtype=torch.bfloat16) + 0.5, 1e-6)
+        x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16) * 3
+        if kind != "dense":  # such states are rounded once, and the largest one would decide the error
+            x[:, 7] *= 1000  # as some states are
+        width = columns // 2 if gated else columns
+        residual = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+        wide = norm_reference(x.double(), Norm(norm.weight.double(), 1e-6)) @ dense.double().T
+        usual = norm_reference(x, norm) @ dense.to(torch.bfloat16).T
+        if gated:
+            wide = torch.nn.functional.silu(wide[:, :width]) * wide[:, width:]
+            usual = gated_reference(usual, "silu")
+        for plan in tile_plans(x, packed)[rows % 3 :: 3]:
+            got = tile_product(x, packed, None, plan, "silu" if gated else None, norm, None if gated else residual)
+            errors = (got.double() - wide).norm() if gated else (got.double() - wide - residual.double()).norm()
+            bound = (usual.double() - wide if gated else (residual + usual).double() - wide - residual.double()).norm()
+            assert errors <= 1.1 * bound, (columns, depth, plan, errors, bound)
+
+
+@where_triton_runs
+@pytest.mark.parametrize("plan", [Plan(1, 0, 16, 2, 2), Plan(1, 1, 16, 1, 4)])
+def test_tiles_read_every_float8_number(plan):
+    """Each finite number is in a row of its own, and the result is exact."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[numbers & 0x7F == 0x7F] = 0  # not a number
+    data = torch.zeros((256, 512), dtype=torch.uint8)
+    data[torch.arange(256), torch.arange(256) * 37 % 512] = numbers
+    packed = Packed(data.view(torch.float8_e4m3fn).to(DEVICE), torch.ones((256, 4), device=DEVICE), "float8", 128)
+    got = tile_product(torch.ones((1, 512), device=DEVICE, dtype=torch.float16), packed, None, plan)
+    assert torch.equal(got[0].cpu().float(), numbers.view(torch.float8_e4m3fn).float())
+
+
+@where_triton_runs
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+def test_tiles_take_states_of_any_size(scale):
+    """x is brought into the range of float16; states of bfloat16 may be far outside it."""
+    torch.manual_seed(0)
+    packed, dense = random_packed("symmetric", 16, 256, 128, torch.float32, DEVICE)
+    x = (randn(1, 256) * scale).to(torch.bfloat16)
+    x[0, 3] = 0
+    got = tile_product(x, packed, None, ONE)
+    exact = x.double() @ dense.double().to(DEVICE).T
+    assert (got.double() - exact).norm() <= 0.01 * exact.norm()
