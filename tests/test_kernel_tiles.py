@@ -12,7 +12,7 @@ from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
 from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.kernels.rotary import Slots, rotary
-from hf_specbranch.kernels.tiles import MOST_ROWS, fits, kernel_takes, tile_plans, tile_product
+from hf_specbranch.kernels.tiles import MOST_ROWS, WIDEST, fits, kernel_takes, tile_plans, tile_product
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
 from .kernels import DEVICE, assert_close, randn, where_triton_runs
@@ -124,7 +124,10 @@ def test_plans_of_few_rows():
     assert set(tile_plans(one, packed)) < set(few_rows_plans(one, packed, None))
     assert set(few_rows_plans(two, packed, None)) == set(tile_plans(two, packed))
     assert {plan.warps for plan in tile_plans(one, packed)} == {1, 2, 4}
-    assert set(candidate_plans(one, [Operands([packed], [None])], "whole")) == set(few_rows_plans(one, packed, None))
+    assert set(few_rows_plans(one, packed, None)) < set(candidate_plans(one, [Operands([packed], [None])], "whole"))
+    wide, _ = random_packed("float8", WIDEST + 128, WIDEST + 128, 128, torch.float16, DEVICE)
+    x = randn(2, WIDEST + 128, dtype=torch.float16)
+    assert not tile_plans(x, wide) and set(few_rows_plans(x, wide, None)) <= set(GEMV_PLANS)
     long, _ = random_packed("float8", 16, 28672, 128, torch.float16, DEVICE)
     for rows in (1, 2, 4, 8):
         plans = tile_plans(randn(rows, 28672, dtype=torch.float16), long)

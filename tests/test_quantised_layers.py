@@ -142,7 +142,6 @@ def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeyp
     model = draft_copy(family, weights).to(DEVICE)
     expected, norms, rotations = logits_over_branches(model, fused, DEVICE), [], []
     monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
-    monkeypatch.setattr("hf_specbranch.layers.decoder_layer.fused_is_faster", lambda *_: True)
     monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
     for name in NORMS:
@@ -160,12 +159,11 @@ def test_norms_and_sums_of_few_rows_run_in_dense_products(monkeypatch):
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
     for name in NORMS[:2]:
         monkeypatch.setattr(name, counted(normalise, norms))
-    monkeypatch.setattr(Tuned, "fused", lambda self, x, weight, kind: Plan(1, 0, 16, 2, 1))
-    for faster, launched in ((False, True), (True, False)):
-        monkeypatch.setattr("hf_specbranch.layers.decoder_layer.fused_is_faster", lambda *_, found=faster: found)
+    for plan in (None, Plan(1, 0, 16, 2, 1)):
+        monkeypatch.setattr(Tuned, "fused", lambda self, x, weight, kind, plan=plan: plan)
         norms.clear(), rotations.clear()
         torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=2e-2, rtol=2e-2)
-        assert bool(rotations) == launched and (len(norms) > 1) == launched
+        assert (len(norms) == 1 and not rotations) == (plan is not None)
 
 
 def test_layers_leave_norms_and_sums_to_their_products(monkeypatch):
@@ -219,7 +217,7 @@ def test_quantised_products_are_autotuned(kind, tmp_path, monkeypatch):
     product = product.sum() if isinstance(product, Partials) else product
     torch.testing.assert_close(product.float(), expected, atol=3e-2, rtol=3e-2)
     (key,) = read_plans(cache.file)
-    assert products[1].format_name in key and key.endswith("1024x1024|split-k")
+    assert products[1].name in key and key.endswith("1024x1024|split-k")
     gated = products[2].gated(x, "silu")
     gate, up = (x.float() @ layers[2].dense().float().cuda().T).to(torch.bfloat16).chunk(2, -1)
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

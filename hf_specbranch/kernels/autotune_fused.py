@@ -1,4 +1,4 @@
-"""Autotunes products of few rows with dense weights, together with what is fused with them: a norm, or a residual."""
+"""Autotunes products of one row with dense weights, together with what is fused with them: a norm, or a residual."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torch import Tensor
 
 from .autotune import Kind, gpu_and_versions, name_of, plans, seconds_of_each, unit_norm
 from .backend import HALF_PRECISION
-from .few_rows import MOST_ROWS, few_rows
+from .few_rows import few_rows
 from .linear import Plan
 from .norm import Norm
 from .packed import dense
 from .parallel_build import is_dry_run
-from .tiles import tile_plans
-
-# Bytes. A larger weight takes about as long as it takes to read it, however it is multiplied.
-LARGEST_WEIGHT = 128 << 20
+from .tiles import WIDEST, tile_plans
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class _Fused:
 
     Args:
         kind: of the product.
-        residual: [rows, N], added to a "whole" product.
+        residual: [1, N], added to a "whole" product.
     """
 
     kind: Kind
@@ -40,26 +37,24 @@ class _Fused:
         return few_rows(x, dense(weight), None, plan, "silu" if self.kind == "normed-gated" else None, norm)
 
 
-def autotune_fused(weight: Tensor, rows: int, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
-    """Return the fastest plan for one launch; None where there is none.
+def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
+    """Return the fastest plan for one launch over one row of x; None where separate kernels are faster.
 
     Args:
         weight: [N, K].
-        rows: of x; 2 to 4 rows share a plan, and so do 5 to 8.
         kind: "normed", "normed-gated", or "whole" for a product to which a residual is added.
         find_weights: returns all weights of this shape; called only if something is measured.
     """
-    alike = next((most for most in (1, 4, MOST_ROWS) if rows <= most), 0)
-    if not weight.is_cuda or weight.dtype not in HALF_PRECISION or weight.nbytes > LARGEST_WEIGHT or not alike:
+    if not weight.is_cuda or weight.dtype not in HALF_PRECISION or min(weight.shape) > WIDEST:
         return None
     columns, depth = weight.shape
-    key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|{alike} rows|{columns}x{depth}|{kind}"
+    key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|1 rows|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
-    x = weight.new_ones((alike, depth))
+    x = weight.new_ones((1, depth))
     candidates = tile_plans(x, dense(weight))
-    measured = _Fused(kind, weight.new_zeros((alike, columns)))
+    measured = _Fused(kind, weight.new_zeros((1, columns)))
     if is_dry_run():
         for each in candidates:
             measured(x, unit_norm(x), weight, each)

@@ -36,7 +36,7 @@ def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]
     """Return the plans that may be the fastest.
 
     For two rows and more, tiles were faster than the other kernel in all products of three models on an H200, but for
-    one that took 1% longer. For one row either may be.
+    one that took 1% longer. For one row either may be. Not every weight has plans for tiles.
     """
     by_tiles = tiles.tile_plans(x, weight)
     if by_tiles and x.numel() > x.shape[-1]:

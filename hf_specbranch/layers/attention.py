@@ -16,7 +16,6 @@ from ..kernels.rotary import HeadNorm, Slots, rotary
 from ..kernels.rotation import HALVES, ROTATIONS, Rotation
 from ..kernels.width_norm import norm_widths
 from .base import Arguments, Replacement, submodules
-from .fused_products import FusedProducts
 from .norm import Ahead, looks_like_norm, parameters_of, shared_form
 from .product import Product, Tuned
 from .products import product_of
@@ -98,9 +97,8 @@ class AttentionForward(Replacement):
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
 
-    def fused_products(self, x: Tensor) -> FusedProducts | None:
-        fuse = not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
-        return FusedProducts(self.inputs, self.output) if fuse else None
+    def fuses_around(self, x: Tensor) -> bool:
+        return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
 
     def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots) -> Tensor:
         """Compute q, k and v, write keys and values to the cache, and return the queries."""

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .fused_products import FusedProducts
-
 FIRST_LAYERS = 2  # in the first graph of a captured stage
 
 
@@ -53,9 +51,9 @@ class Replacement:
         """
         return None
 
-    def fused_products(self, x: Tensor) -> FusedProducts | None:
-        """Return its products if they normalise its input x, and add a residual to its output, at no launch."""
-        return None
+    def fuses_around(self, x: Tensor) -> bool:
+        """Return whether this can normalise its input x, and add a residual to its output, without further launches."""
+        return False
 
     def compared(self, output: Any) -> Tensor:
         """Return what of an output, of the module or of this replacement, must agree."""
@@ -78,10 +76,10 @@ def gives_partials(module: nn.Module) -> bool:
     return ours is not None and ours.gives_partials
 
 
-def fused_products(module: nn.Module, x: Tensor) -> FusedProducts | None:
-    """Return the products of a module's replacement, if there is one and they can be fused with what is around them."""
+def fuses_around(module: nn.Module, x: Tensor) -> bool:
+    """Return whether a module runs through a replacement that normalises x and adds a residual in its own launches."""
     ours = _replacement_of(module)
-    return None if ours is None else ours.fused_products(x)
+    return ours is not None and ours.fuses_around(x)
 
 
 def _replacement_of(module: nn.Module) -> Replacement | None:

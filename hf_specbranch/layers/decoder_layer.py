@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +11,7 @@ from transformers import PreTrainedModel
 from ..kernels.gemv import takes_norm
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm, add_norm
-from .base import (
-    Arguments,
-    Replacement,
-    fused_products,
-    gives_partials,
-    layer_done,
-    submodules,
-    untouched,
-)
-from .fused_products import LayerProducts, fused_is_faster
+from .base import Arguments, Replacement, fuses_around, gives_partials, layer_done, submodules, untouched
 from .mixture import looks_like_mixture
 from .norm import Ahead, Around, parameters_of, shared_form
 
@@ -84,27 +74,14 @@ class LayerForward(Replacement):
         self.has_ties = looks_like_mixture(self.mlp)
         norms = [parameters_of(norm, form) for norm in layer_norms(module)]
         self.fits_in_products = structure == LLAMA and self.scale == 1.0 and all(map(takes_norm, norms))
-        ahead.layers.append(self)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = {**dict(zip(("attention_mask", "position_ids", "past_key_values"), args)), **kwargs}
-        products = self._fused_products(hidden_states)
-        alike = partial(self._products_of_all, hidden_states)
-        fuses = products is not None and fused_is_faster(hidden_states, products, alike)
+        parts = self.mlp, self.attention  # an MLP has the largest weights, which decide
+        fuses = self.fits_in_products and all(fuses_around(part, hidden_states) for part in parts)
         total = (self._in_products if fuses else self._in_norms)(hidden_states, given)
         layer_done()
         return total
-
-    def _fused_products(self, x: Tensor) -> LayerProducts | None:
-        """Return the products of this layer if all of them can be fused with its norms and sums, else None."""
-        if not self.fits_in_products or (attention := fused_products(self.attention, x)) is None:
-            return None
-        mlp = fused_products(self.mlp, x)
-        return None if mlp is None else LayerProducts(attention, mlp)
-
-    def _products_of_all(self, x: Tensor) -> list[LayerProducts]:
-        """Return the same of all layers."""
-        return [found for layer in self.ahead.layers if (found := layer._fused_products(x)) is not None]
 
     def _in_products(self, x: Tensor, given: dict[str, Any]) -> Tensor:
         """Run with norms and sums in the launches of the products."""

@@ -12,7 +12,6 @@ from ..kernels.gated import Activation
 from ..kernels.gated import recognise as recognise_gate
 from ..kernels.linear import Partials
 from .base import Replacement, submodules
-from .fused_products import FusedProducts
 from .norm import Ahead
 from .product import Product, Tuned
 from .products import product_of
@@ -49,9 +48,8 @@ class MlpForward(Replacement):
         assert self.activation is not None
         return product(self.inputs.activated(x, self.activation))
 
-    def fused_products(self, x: Tensor) -> FusedProducts | None:
-        fuse = self.gate is not None and self.inputs.fuses(x, "normed-gated") and self.output.fuses(x, "whole")
-        return FusedProducts(self.inputs, self.output, self.gate) if fuse else None
+    def fuses_around(self, x: Tensor) -> bool:
+        return self.gate is not None and self.inputs.fuses(x, "normed-gated") and self.output.fuses(x, "whole")
 
 
 def recognise_mlp(module: Any, tuned: Tuned, ahead: Ahead) -> MlpForward | None:

@@ -29,7 +29,6 @@ class Ahead:
     def __init__(self) -> None:
         self.known: tuple[Tensor, nn.Module, Tensor] | None = None  # (x, norm, norm(x))
         self.sums_partials = False  # the next norm of the layer that runs sums split-K partials
-        self.layers: list[Any] = []  # the replacements of decoder layers
         self.around: Around | None = None  # for the attention or the MLP that the layer calls next
 
     def forget(self) -> None:

@@ -62,9 +62,8 @@ class Tuned:
 
     def fused(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
         """Return the plan for one launch of a product and what is fused with it; None where there is none."""
-        if not x.is_cuda:
-            return None
-        return autotune_fused(weight, x.numel() // x.shape[-1], kind, partial(self._alike, weight))
+        one_row = x.is_cuda and x.numel() == x.shape[-1]
+        return autotune_fused(weight, kind, partial(self._alike, weight)) if one_row else None
 
     def _alike(self, weight: Tensor) -> list[Tensor]:
         """Return all weights of one shape."""
@@ -90,11 +89,6 @@ class Product:
         self.layers = layers
         self.in_features: int = layers[0].in_features
         self.out_features = sum(int(layer.out_features) for layer in layers)
-
-    @property
-    def name(self) -> str:
-        """Its shape and what its weights are, for the key of measurements."""
-        return f"{self.out_features}x{self.in_features}"
 
     @property
     def bypassed(self) -> list[nn.Module]:

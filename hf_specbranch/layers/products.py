@@ -51,10 +51,6 @@ class PlainProduct(Product):
             return super().activated(x, activation)
         return self.tuned.activated(x, *one, activation)
 
-    @property
-    def name(self) -> str:
-        return f"{super().name} {str(self.layers[0].weight.dtype).removeprefix('torch.')}"
-
     def fuses(self, x: Tensor, kind: Kind) -> bool:
         return self.few_rows(x, kind) is not None
 

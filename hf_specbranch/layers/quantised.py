@@ -58,17 +58,14 @@ def with_tensor_cores(plan: Plan) -> Plan:
 
 
 def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list[Plan]:
-    """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format.
-
-    For one row, the kernels for few rows always are.
-    """
+    """Return the plans that may be the fastest for products of x [rows, K] with operands of one shape and format."""
     plans = [plan for plan in QUANTISED_PLANS if x.shape[1] // BLOCK >= plan.splits]
     plans = [plan for plan in plans if plan.splits == 1 or kind in ("split-k", "normed")]
     if any(len(operands.weights) > 1 for operands in products):
         return [] if kind in ("gated", "normed-gated") else plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
     of_few = [plan for plan in few_rows_plans(x, *operands[0]) if all(fits(x, *each, plan) for each in operands)]
-    return of_few if of_few and len(x) == 1 else [*plans, *of_few]
+    return [*plans, *of_few]
 
 
 class QuantisedProduct(Product):
@@ -88,13 +85,9 @@ class QuantisedProduct(Product):
         self.formats = formats
         operands = self._operands()
         weights = [] if operands is None else operands.weights
-        self.format_name = "+".join(dict.fromkeys(weight.name for weight in weights))
-        self.alike = tuned.quantised.setdefault((self.format_name, self.in_features, self.out_features), [])
+        self.name = "+".join(dict.fromkeys(weight.name for weight in weights))
+        self.alike = tuned.quantised.setdefault((self.name, self.in_features, self.out_features), [])
         self.alike.append(self)
-
-    @property
-    def name(self) -> str:
-        return f"{super().name} {self.format_name}"
 
     def __call__(self, x: Tensor) -> Tensor:
         product = self._product(x, "whole")
@@ -146,7 +139,7 @@ class QuantisedProduct(Product):
         if not x.is_cuda or x.dtype not in HALF_PRECISION:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        faster = faster_dequantised(operands.of_many_rows, self._own, flat, self.format_name, self.out_features)
+        faster = faster_dequantised(operands.of_many_rows, self._own, flat, self.name, self.out_features)
         return operands if faster else None
 
     def _operands(self) -> Operands | None:
@@ -184,7 +177,7 @@ class QuantisedProduct(Product):
             return result
 
         shape = self.out_features, self.in_features
-        return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.format_name, shape, kind)
+        return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.name, shape, kind)
 
     def _operands_alike(self) -> list[Operands]:
         return [operands for each in self.alike if (operands := each._operands()) is not None]
