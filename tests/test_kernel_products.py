@@ -24,6 +24,7 @@ from hf_specbranch.kernels.activation import MlpActivation, activate, recognise_
 from hf_specbranch.kernels.angles import angles
 from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.autotune import PlanCache, read_plans
+from hf_specbranch.kernels.autotune_fused import autotune_fused
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.gated import gated, gated_product, gated_reference, recognise
 from hf_specbranch.kernels.gemv import GEMV_PLANS
@@ -53,6 +54,7 @@ from hf_specbranch.kernels.norm import (
 )
 from hf_specbranch.kernels.quantised import QUANTISED_PLANS
 from hf_specbranch.kernels.rotary import Slots, rotary
+from hf_specbranch.kernels.tiles import WARPS, WIDEST
 from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.quantised_formats import recognise_format
@@ -308,9 +310,10 @@ def test_shipped_plans_fit():
         dtype, _, form = kept.partition(" ")
         columns, depth = map(int, shape.split("x"))
         assert gpu and dtype == "bfloat16" and columns > 0 and kind in get_args(autotune.Kind)
-        if form:  # a copy of a draft
-            assert form == f"float8-k-g{depth}x1-none-bfloat16" and rows in ("1", "4")
-            assert plan in (*GEMV_PLANS, *QUANTISED_PLANS)
+        if form:  # a copy of a draft, or a narrow layer
+            assert form in ("dense", f"float8-k-g{depth}x1-none-bfloat16") and rows in ("1 rows", "4 rows")
+            by_tiles = plan.spans > 0 and plan.warps in WARPS and min(columns, depth) <= WIDEST
+            assert by_tiles or (form != "dense" and plan in (*GEMV_PLANS, *QUANTISED_PLANS))
         else:
             assert rows in ("16", "32") and kind in ("split-k", "whole", "gated")
             assert plan is None or plan in PLANS
@@ -322,7 +325,7 @@ def test_shipped_plans_are_those_of_copies():
     """The keys of quantised plans name the format that a copy of a draft has."""
     layer = PackedLinear(torch.randn(1152, 896, dtype=torch.bfloat16), None, "float8")
     name = recognise_format(layer)(layer).name
-    assert f"NVIDIA H200|bfloat16 {name}|1|1152x896|normed" in autotune.plans.shipped
+    assert f"NVIDIA H200|bfloat16 {name}|1 rows|1152x896|normed" in autotune.plans.shipped
 
 
 @pytest.fixture
@@ -351,11 +354,21 @@ def test_gated_product_is_autotuned(no_plans):
     assert before.endswith("768x3072|split-k") and name.endswith("6144x768|gated")
 
 
+@pytest.mark.gpu
+def test_products_of_one_row_are_autotuned_with_what_is_fused(no_plans, monkeypatch):
+    weights = [torch.randn((1152, 896), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
+    plan = autotune_fused(weights[0], "normed", lambda: weights)
+    assert plan is not None and list(read_plans(no_plans.file).values()) == [plan]
+    assert autotune_fused(weights[0], "normed", lambda: pytest.fail("measured again")) == plan
+    wide = torch.randn((WIDEST + 128, WIDEST + 128), device="cuda", dtype=torch.bfloat16)
+    assert autotune_fused(wide, "normed", lambda: pytest.fail("measured")) is None
+
+
 def test_substitute_down_weights_cost_no_memory():
     weight = torch.randn(24, 5)
     down = autotune._down(weight)
     assert down.shape == (5, 12) and down.is_contiguous() and down.data_ptr() == weight.data_ptr()
     x = torch.randn(2, 5)
-    norm = autotune._unit_norm(x)
+    norm = autotune.unit_norm(x)
     expected = gated_reference(norm_reference(x, norm) @ weight.T, "silu") @ down.T
     torch.testing.assert_close(autotune._product("gated", None, x, norm, weight, None), expected)

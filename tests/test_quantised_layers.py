@@ -193,7 +193,7 @@ def counted(function, calls):
 def test_a_known_plan_takes_no_look_at_the_weights(monkeypatch, tmp_path):
     """They would be looked at for each product of a layer and each layer, whenever a stage is captured."""
     monkeypatch.setattr(autotune, "plans", PlanCache(tmp_path / "products.json", tmp_path / "none.json"))
-    monkeypatch.setattr(autotune, "_gpu_and_versions", lambda device: "gpu|torch|triton")
+    monkeypatch.setattr(autotune, "gpu_and_versions", lambda device: "gpu|torch|triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(autotune, "seconds_of_each", lambda product, weights, x, plans: {plans[-1]: 1.0})
     looks, given = [], (torch.ones(1, 3, 8), "float8", (16, 64), "normed")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autotune import Kind, gpu_and_versions, name_of, plans, seconds_of_each, unit_norm
+from . import autotune
+from .autotune import Kind, gpu_and_versions, name_of, seconds_of_each, unit_norm
 from .backend import HALF_PRECISION
 from .few_rows import few_rows
 from .linear import Plan
@@ -49,7 +50,7 @@ def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequen
         return None
     columns, depth = weight.shape
     key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|1 rows|{columns}x{depth}|{kind}"
-    found, plan = plans.find(key)
+    found, plan = autotune.plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
     x = weight.new_ones((1, depth))
@@ -61,5 +62,5 @@ def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequen
         return None
     seconds = seconds_of_each(measured, find_weights(), x, candidates)
     plan = min(seconds, key=lambda each: seconds[each]) if seconds else None
-    plans.store(key, plan)
+    autotune.plans.store(key, plan)
     return plan
