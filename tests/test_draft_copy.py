@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.cli import app
-from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.linear import Plan
 from hf_specbranch.kernels.quantised import fits, quantised_linear, quantised_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
@@ -20,7 +19,7 @@ from hf_specbranch.planning.draft_choice import DraftForm
 from hf_specbranch.planning.sizes import size_of
 
 from .graphs import Comparison, tokens
-from .kernels import assert_close, randn
+from .kernels import assert_close, randn, where_triton_runs
 from .models import attached, config, llama, noisy_copy, prompt, slowly
 from .sampling import SMALLEST_P, VOCABULARY, draw, exact_distribution, p_value
 
@@ -238,7 +237,7 @@ def test_shortlist_is_counted_from_a_corpus(tmp_path):
     assert CliRunner().invoke(app, command).exit_code == 0
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_kernel_reads_packed_layers(kind):
     """As a layer of a copy has them: a scale for 128 elements of each row."""

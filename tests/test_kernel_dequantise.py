@@ -18,10 +18,8 @@ from hf_specbranch.layers.quantised_formats import recognise_format
 from hf_specbranch.layers.storage import join
 
 from .dry_runs import recorded_dry_run
-from .kernels import DEVICE, dtypes, on_kernels, randn, seeds
+from .kernels import DEVICE, dtypes, on_kernels, randn, seeds, where_triton_runs
 from .quantised import KINDS, WordsLinear, groups_of, random_packed
-
-needs_kernels = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
 
 
 @on_kernels
@@ -44,7 +42,7 @@ def test_kernel_dequantise(kind, scales, dtype, seed, words, blocks, size):
     assert torch.equal(dequantised(packed, dtype), dequantise(packed).to(dtype))
 
 
-@needs_kernels
+@where_triton_runs
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_dequantise_strided_views(kind):
     """An odd number of rows, and columns that other columns surround."""
@@ -60,7 +58,7 @@ def test_kernel_dequantise_strided_views(kind):
     torch.testing.assert_close(dequantised(view, torch.float32), expected)
 
 
-@needs_kernels
+@where_triton_runs
 def test_kernel_dequantises_every_float8_number():
     """Subnormal numbers too; NaN on a GPU only, since the interpreter has none."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).view(2, 128).to(DEVICE)
@@ -89,7 +87,7 @@ def many_rows(layers, x):
     return QuantisedProduct(layers, [recognise_format(layer) for layer in layers], Tuned())(x)
 
 
-@needs_kernels
+@where_triton_runs
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_kernel_dequantises_packed_layers(kind):
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16

@@ -60,7 +60,7 @@ from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.quantised_formats import recognise_format
 
 from .families import make
-from .kernels import DEVICE, DTYPES, assert_close, dtypes, on_kernels, partials_and_sum, randn, seeds
+from .kernels import DEVICE, DTYPES, assert_close, dtypes, on_kernels, partials_and_sum, randn, seeds, where_triton_runs
 
 
 @on_kernels
@@ -212,7 +212,7 @@ def guards(monkeypatch):
     return intact
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 @pytest.mark.parametrize("queries", [1, 8, 9, 17])
 def test_kernel_writes_stay_inside_their_tensors(guards, queries):
     dtype = torch.float16

@@ -24,7 +24,7 @@ from hf_specbranch.layers.products import Tuned
 from hf_specbranch.layers.storage import joined
 
 from .families import FAMILIES, make
-from .kernels import DEVICE, logits_over_branches
+from .kernels import DEVICE, logits_over_branches, where_triton_runs
 from .models import llama, pairs
 
 LLAMA_LIKE = [
@@ -45,7 +45,7 @@ def test_fused_model_computes_the_same(family):
     assert torch.equal(logits_over_branches(model), expected)
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 @pytest.mark.parametrize("family", [*DENSE, "qwen2-moe"])
 def test_fused_model_sums_partials(family, monkeypatch):
     """Also in a mixture of experts, where no kernel sums the partials of an expert."""

@@ -12,7 +12,6 @@ from hf_specbranch import specbranch
 from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
 from hf_specbranch.kernels import autotune
 from hf_specbranch.kernels.autotune import PlanCache, read_plans
-from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.checksum import checksum
 from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import Partials, Plan
@@ -33,7 +32,7 @@ from hf_specbranch.runtime.selection import why_not_captured
 
 from .families import make_tiny
 from .graphs import Comparison, tokens
-from .kernels import DEVICE, logits_over_branches
+from .kernels import DEVICE, logits_over_branches, where_triton_runs
 from .models import config, noisy_copy, slowly
 from .quantised import AwqLinear, Float8Linear, GptqLinear, WordsLinear, pack_last, quantised_model
 
@@ -114,7 +113,7 @@ def test_packed_weights_are_joined(kind):
     assert all(torch.equal(after[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernel_in_quantised_model(kind, monkeypatch):
     model, _ = quantised_model(kind)
@@ -135,7 +134,7 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
 NORMS = [f"hf_specbranch.layers.{name}" for name in ("norm.normalise", "product.normalise", "quantised.normalise")]
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 @pytest.mark.parametrize(("family", "weights"), [(Qwen2Config, "float8"), (GemmaConfig, "int8")])
 def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeypatch):
     """And so do rotary embeddings. A layer then launches four products and attention; the model one norm, the last."""
@@ -150,7 +149,7 @@ def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeyp
     assert len(norms) == 1 and not rotations
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 def test_norms_and_sums_of_few_rows_run_in_dense_products(monkeypatch):
     """As in the test before, where that is faster; elsewhere layers are as they were."""
     model, norms, rotations = draft_copy(Qwen2Config, None).to(DEVICE), [], []
@@ -187,7 +186,7 @@ def draft_copy(family, weights):
 
 
 def counted(function, calls):
-    return lambda *given: calls.append(1) or function(*given)
+    return lambda *given, **named: calls.append(1) or function(*given, **named)
 
 
 def test_a_known_plan_takes_no_look_at_the_weights(monkeypatch, tmp_path):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.layers import fuse, fused
 from hf_specbranch.layers.decoder_layer import LayerForward
 from hf_specbranch.layers.delta_net import DeltaNetForward
@@ -17,7 +16,7 @@ from hf_specbranch.runtime.recurrent_cache import RecurrentCache
 from hf_specbranch.runtime.recurrent_modules import owners_of
 
 from .fuzz import RECURRENT
-from .kernels import DEVICE
+from .kernels import DEVICE, where_triton_runs
 from .models import config, pairs, slowly
 from .test_recurrent import ENDS, KINDS, assert_equal, attached_pair, plain_model
 
@@ -160,7 +159,7 @@ def test_other_families_are_captured_or_say_why_not(name, kernels, caplog):
         assert (stats.runtime == "graph") != bool(stats.slowed_by), (stats.runtime, stats.slowed_by, caplog.messages)
 
 
-@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU")
+@where_triton_runs
 def test_row_that_ends_while_the_next_round_is_in_flight(request):
     """The next round begins after its whole draft, which was accepted; then the row goes back to its end."""
     if not torch.cuda.is_available():
