@@ -103,7 +103,7 @@ def test_kernel_tiles_rotate_and_write_to_the_cache(kind, batch, tokens, plan):
 
 
 @where_triton_runs
-def test_tiles_refuse_what_they_cannot_compute():
+def test_tiles_refuse_what_they_cannot_compute(monkeypatch):
     packed, _ = random_packed("symmetric", 16, 256, 128, torch.float16, DEVICE)
     x = randn(1, 256, dtype=torch.float16)
     assert fits(x, packed, None, ONE) and kernel_takes(packed)
@@ -114,6 +114,8 @@ def test_tiles_refuse_what_they_cannot_compute():
     assert not kernel_takes(packed._replace(data=packed.data.T.contiguous().T))
     for kind, depth, group in (("int8", 256, 128), ("symmetric", 256, 32), ("mxfp4", 256, 128), ("float8", 192, 192)):
         assert not kernel_takes(random_packed(kind, 16, depth, group, torch.float16, DEVICE)[0]), kind
+    monkeypatch.setattr("hf_specbranch.kernels.tiles.multiplies_tiles", lambda device: False)  # ROCm, old GPUs
+    assert not fits(x, packed, None, ONE) and not tile_plans(x, packed)
 
 
 @where_triton_runs

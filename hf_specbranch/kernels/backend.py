@@ -158,6 +158,14 @@ def converts_float8(device: torch.device) -> bool:
 
 
 @lru_cache
+def multiplies_tiles(device: torch.device) -> bool:
+    """Return whether the device has the instructions of `tile_fragments.py`: CUDA devices, not ROCm's, from 8.0 on."""
+    return device.type != "cuda" or (
+        torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@lru_cache
 def fewest_columns() -> int:
     """Return the fewest columns of the right operand that `tl.dot` takes: 8 from Triton 3.5 on, 16 before."""
     major, minor = (int(part) for part in triton.__version__.split(".")[:2])

@@ -26,6 +26,7 @@ from .backend import (
     dependent_launch,
     jit,
     launch_dependents,
+    multiplies_tiles,
     multiprocessors,
     power_of_two,
     tl,
@@ -158,6 +159,7 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
     return (
         plan.spans > 0
         and can_run(x, bias)
+        and multiplies_tiles(x.device)
         and x.dtype in HALF_PRECISION
         and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * depth
