@@ -20,6 +20,7 @@ from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
+from ..kernels.tiles import WIDEST
 from .product import FewRows, Product, Tuned
 from .quantised_formats import Format, possible_formats, recognise_format
 from .storage import joined
@@ -159,24 +160,27 @@ class QuantisedProduct(Product):
         if not x.is_cuda:
             return None
 
-        def product(x: Tensor, norm: Norm, operands: Operands, plan: Plan | None) -> Tensor | Partials:
-            """Compute what is measured, between a small kernel and a large one as in a layer.
+        shape = self.out_features, self.in_features
+        normed, narrow = kind in ("normed", "normed-gated"), min(shape) <= WIDEST
 
-            A program of the next kernel can load its weights early if it finds room beside those of this one.
+        def product(x: Tensor, norm: Norm, operands: Operands, plan: Plan | None) -> Tensor | Partials:
+            """Compute what is measured: in a narrow layer between a small kernel and a large one.
+
+            A program of the next kernel can load its weights early if it finds room beside those of this one, and
+            tiles, which narrow layers can choose, differ in the room that they leave.
             """
             assert plan is not None
-            x = normalise(x, norm)
-            given = (x, norm) if kind in ("normed", "normed-gated") else (x, None)
-            gated = kind in ("gated", "normed-gated")
-            result = (
-                operands.gated(given[0], "silu", plan, given[1])
-                if gated
-                else operands.product(given[0], plan, given[1])
-            )
-            operands.product(x, GEMV_PLANS[0])
+            if narrow or not normed:
+                x = normalise(x, norm)
+            fused = norm if normed else None
+            if kind in ("gated", "normed-gated"):
+                result: Tensor | Partials = operands.gated(x, "silu", plan, fused)
+            else:
+                result = operands.product(x, plan, fused)
+            if narrow:
+                operands.product(x, GEMV_PLANS[0])
             return result
 
-        shape = self.out_features, self.in_features
         return autotune_quantised(product, self._operands_alike, candidate_plans, x, self.name, shape, kind)
 
     def _operands_alike(self) -> list[Operands]:
