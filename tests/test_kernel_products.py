@@ -57,6 +57,7 @@ from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.kernels.tiles import WARPS, WIDEST
 from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
+from hf_specbranch.layers.product import Tuned
 from hf_specbranch.layers.quantised_formats import recognise_format
 
 from .families import make
@@ -355,11 +356,13 @@ def test_gated_product_is_autotuned(no_plans):
 
 
 @pytest.mark.gpu
-def test_products_of_one_row_are_autotuned_with_what_is_fused(no_plans, monkeypatch):
+def test_products_of_one_row_are_autotuned_with_what_is_fused(no_plans):
     weights = [torch.randn((1152, 896), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     plan = autotune_fused(weights[0], "normed", lambda: weights)
     assert plan is not None and list(read_plans(no_plans.file).values()) == [plan]
     assert autotune_fused(weights[0], "normed", lambda: pytest.fail("measured again")) == plan
+    assert Tuned().fused(weights[0].new_ones((1, 1, 896)), weights[0], "normed") == plan
+    assert Tuned().fused(weights[0].new_ones((1, 2, 896)), weights[0], "normed") is None  # two rows are slower so
     wide = torch.randn((WIDEST + 128, WIDEST + 128), device="cuda", dtype=torch.bfloat16)
     assert autotune_fused(wide, "normed", lambda: pytest.fail("measured")) is None
 

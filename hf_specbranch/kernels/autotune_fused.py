@@ -39,7 +39,7 @@ class _Fused:
 
 
 def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
-    """Return the fastest plan for one launch over one row of x; None where separate kernels are faster.
+    """Return the fastest plan for one launch over one row of x; None where there is none, and for wide weights.
 
     Args:
         weight: [N, K].

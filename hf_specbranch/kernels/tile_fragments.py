@@ -16,9 +16,8 @@ from __future__ import annotations
 from .backend import Value, constexpr, jit, tl
 from .gemv_loads import number
 
-ROWS_OF_W, COLUMNS, LANES = 16, 8, 4  # of a tile: rows of W, columns of the right operand; threads with the same row
+ROWS_OF_W = 16  # of a tile
 DEPTH = 128  # elements of a row of W in a span: eight tiles
-BYTES_OF_LOAD = 16
 
 
 @jit
