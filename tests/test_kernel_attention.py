@@ -16,6 +16,7 @@ from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.phi3 import modeling_phi3 as phi3
 
 from hf_specbranch.kernels import attention, attention_interface, register
+from hf_specbranch.kernels import rotary as rotary_kernel
 from hf_specbranch.kernels.angles import angles, angles_reference
 from hf_specbranch.kernels.attention import attend, attend_reference
 from hf_specbranch.kernels.attention_interface import original_attention, override_attention
@@ -104,6 +105,41 @@ def test_kernel_rotary(dtype, seed, rows, heads, tokens, sizes, form, scattered,
     assert_close(cache[0].gather(2, index), wanted_key)
     assert torch.equal(cache[1].gather(2, index), value)
     assert cache[0].count_nonzero() == cache[0].gather(2, index).count_nonzero()  # and nowhere else
+
+
+@on_kernels
+@given(dtypes, seeds, st.sampled_from([(4, 2), (6, 1), (2, 4)]), st.booleans(), st.booleans())
+def test_rotary_of_several_heads_at_once(dtype, seed, heads, normalised, scattered):
+    """A program takes several heads where there are many tokens. The result has the same bits."""
+    torch.manual_seed(seed)
+    (queries, keys), size, rows, tokens = heads, 24, 2, 3
+    parts = randn(rows, queries + 2 * keys, tokens, size, dtype=dtype).split([queries, keys, keys], dim=1)
+    angle = randn(1, tokens, 16)
+    norm = HeadNorm(randn(size, dtype=dtype), randn(size, dtype=dtype), 1e-6) if normalised else None
+    places = torch.arange(tokens, device=DEVICE).flip(0).expand(rows, -1)
+    results = []
+    for many in (1, 1 << 30):
+        cache = [torch.zeros((rows, keys, 9, size), dtype=dtype, device=DEVICE) for _ in range(2)]
+        slots = Slots(*cache, places) if scattered else None
+        with mock.patch.object(rotary_kernel, "MANY_PROGRAMS", many):
+            results.append([*rotary(*parts, angle.cos().to(dtype), angle.sin().to(dtype), norm, slots), *cache])
+    for got, expected in zip(*results, strict=True):
+        assert (got is None and expected is None) or torch.equal(got, expected)
+
+
+@on_kernels
+@given(dtypes, seeds, st.sampled_from([64, 128]), st.integers(1, 4), st.integers(1, 300))
+def test_keys_after_the_last_visible_one_are_not_read(dtype, seed, size, queries, length):
+    torch.manual_seed(seed)
+    query = randn(2, 4, queries, size, dtype=dtype)
+    ends = torch.tensor([length, max(1, length // 2)])
+    first, end = torch.zeros(2, queries), ends[:, None].expand(-1, queries)
+    spans = torch.stack([first, end, first, first], -1)[:, None].to(DEVICE, SPANS)
+    key, value = (randn(2, 2, length + 70, size, dtype=dtype) for _ in range(2))
+    expected = attend_reference(query, key, value, spans, size**-0.5)
+    for row, last in enumerate(ends):
+        key[row, :, last:] = value[row, :, last:] = torch.nan
+    assert_close(attend(query, key, value, spans, size**-0.5), expected)
 
 
 @on_kernels

@@ -36,8 +36,10 @@ from .spans import SPANS, blocks_of_spans
 MOST_QUERIES = 64
 MOST_SPLITS = 64
 BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
-# Stages of the pipeline. With a mask, two blocks are in flight, since the position of a block is itself loaded.
-STAGES, STAGES_WITH_MASK = 4, 5
+# Stages of the pipeline. With three, two programs fit on a multiprocessor, so one loads while the other begins or ends.
+# With a mask, two blocks are in flight, since the position of a block is itself loaded.
+STAGES, STAGES_WITH_MASK = 3, 5
+PROGRAMS, PROGRAMS_WITH_MASK = 2, 1  # of a multiprocessor at a time, for which the keys are split
 
 
 def attend(
@@ -83,12 +85,12 @@ def attend(
     tiles = triton.cdiv(packed, tile)
     if by_spans:
         listed, number, block = mask, mask, block_size(query)
-        most_blocks = MOST_SPLITS
+        most_blocks, at_a_time = MOST_SPLITS, PROGRAMS
     else:
         blocks = blocks or blocks_in_use(mask, rows, slots, query)
         listed, number, block = blocks
-        most_blocks = listed.shape[1]
-    splits = _splits(rows * key_heads * tiles, most_blocks, query.device)
+        most_blocks, at_a_time = listed.shape[1], PROGRAMS_WITH_MASK
+    splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
     out = query.new_empty((rows, queries, heads, size))
     partial, scores = out, out
     if splits > 1:
@@ -147,9 +149,9 @@ def attend_reference(
     return (weights @ value).transpose(1, 2).to(query.dtype)
 
 
-def _splits(programs: int, blocks: int, device: torch.device) -> int:
-    """Return the number of splits: enough to fill the GPU, with at least one block each."""
-    return max(1, min(multiprocessors(device) // programs, blocks, MOST_SPLITS))
+def _splits(programs: int, blocks: int, at_a_time: int) -> int:
+    """Return the number of splits: enough that so many programs run at a time, with at least one block each."""
+    return max(1, min(at_a_time // programs, blocks, MOST_SPLITS))
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -230,7 +232,7 @@ def _split_kernel(
         end = tl.load(masks + 1, mask=real[:, None], other=0, cache_modifier=".cg")
         own_first = tl.load(masks + 2, mask=real[:, None], other=0, cache_modifier=".cg")
         own_end = tl.load(masks + 3, mask=real[:, None], other=0, cache_modifier=".cg")
-        listed_first, number = blocks_of_spans(mask + row * mask_row, queries, mask_query, BLOCK)
+        listed_first, number, last = blocks_of_spans(mask + row * mask_row, queries, mask_query, BLOCK)
         if (split > 0) & (split >= number):
             return
         near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
@@ -246,6 +248,7 @@ def _split_kernel(
         # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
         number = tl.load(count + row)
         listed_first = tl.load(listed + row * blocks + split)
+        last = slots
     query_tile = tl.load(queries_at, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -256,7 +259,7 @@ def _split_kernel(
         else:
             block = tl.load(listed + row * blocks + turn, mask=turn != split, other=listed_first)
             slot = block * BLOCK + tl.arange(0, BLOCK)
-        inside = slot < slots
+        inside = slot < last
         place = slot.to(tl.int64)
         key_block = tl.load(
             keys + place[None, :] * key_slot + lane[:, None], mask=inside[None, :] & lane_inside[:, None], other=0.0

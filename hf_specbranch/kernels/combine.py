@@ -34,7 +34,7 @@ def combine_kernel(
     lane = tl.arange(0, SIZE)
     used = splits
     if BY_SPANS:  # the other splits have written nothing
-        _first, number = blocks_of_spans(spans + row * mask_row, queries, mask_query, BLOCK)
+        _first, number, _last = blocks_of_spans(spans + row * mask_row, queries, mask_query, BLOCK)
         used = tl.minimum(tl.maximum(number, 1), splits)
     wait_after(first + used, PDL)
     highest, whole = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)

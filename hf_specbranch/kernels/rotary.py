@@ -31,6 +31,8 @@ from .norm import PLAIN, NormForm, rms_norm_reference
 from .parallel_build import is_dry_run
 from .rotation import HALVES, Rotation, rotary_reference, rounds_once
 
+MANY_PROGRAMS = 4096  # of one warp; a multiprocessor runs 32 at a time
+
 
 class HeadNorm(NamedTuple):
     """RMSNorm over each head of the queries and of the keys."""
@@ -95,22 +97,33 @@ def rotary(
     splits, partial_stride = (query.shape[0], query.stride(0)) if query.dim() == 5 else (1, 0)
     half = 0 if rotation is None else rotation.size(cos) // 2
     block, rest = power_of_two(max(1, half)), power_of_two(max(1, size - 2 * half))
+    at_once = heads_at_once(programs, rows * tokens)
     step, gap = (2, 1) if rotation is not None and rotation.neighbours else (1, half)
     angle_step, angle_gap = {"halves": (1, half), "neighbours": (2, 1), "once": (1, 0)}[(rotation or HALVES).table]
     cos, sin = (table.expand(rows, -1, -1) for table in (cos, sin))
-    _rotary_kernel[(tokens, programs, rows)](
+    _rotary_kernel[(tokens, programs // at_once, rows)](
         query, key, value, cos, sin, out, keys, values, index,
         norm.query if norm else cos, norm.key if norm else cos, norm.eps if norm else 0.0,
         heads, shared, size, half, gap, angle_gap, partial_stride,
         *query.stride()[-4:-1], *key.stride()[-4:-1], *value.stride()[-4:-1], *cos.stride()[:2], *sin.stride()[:2],
         *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], index.stride(0),
-        NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0, WIDE=norm.form.wide if norm else False,
-        SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest, PARTIAL=size > 2 * half,
-        STEP=step, ANGLE_STEP=angle_step, ONCE=rounds_once(rotation, cos, dtype), num_warps=1,
+        HEADS=at_once, NORM=norm is not None, OFFSET=norm.form.offset if norm else 0.0,
+        WIDE=norm.form.wide if norm else False, SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest,
+        PARTIAL=size > 2 * half, STEP=step, ANGLE_STEP=angle_step, ONCE=rounds_once(rotation, cos, dtype), num_warps=1,
         enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
         **dependent_launch(query.device, late=True),
     )  # fmt: skip
     return out, None if slots is not None else keys
+
+
+def heads_at_once(heads: int, tokens: int) -> int:
+    """Return how many heads a program has: more where there are too many programs to run at a time.
+
+    Example:
+        >>> heads_at_once(96, tokens=1), heads_at_once(96, tokens=64), heads_at_once(18, tokens=512)
+        (1, 4, 2)
+    """
+    return next(each for each in (4, 2, 1) if heads % each == 0 and (each == 1 or heads * tokens >= MANY_PROGRAMS))
 
 
 def _rotary_in_steps(
@@ -217,6 +230,7 @@ def _rotary_kernel(
     values_head: Value,
     values_slot: Value,
     index_row: Value,
+    HEADS: constexpr,
     NORM: constexpr,
     OFFSET: constexpr,
     WIDE: constexpr,
@@ -231,69 +245,72 @@ def _rotary_kernel(
     PDL: constexpr,
 ) -> None:
     launch_dependents(PDL)
-    # One program per head and token: first the heads of the queries, then of the keys, then of the values.
-    token, program, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    turns = program < heads + key_heads
-    pair = tl.arange(0, BLOCK)
-    inside = pair < half
-    low = pair * STEP
-    turn = cos + row * cos_row + token * cos_token + pair * ANGLE_STEP
-    tilt = sin + row * sin_row + token * sin_token + pair * ANGLE_STEP
-    if program < heads:
-        source = query + row * query_row + program * query_head + token * query_token
-        target = out + row * out_row + program * out_head
-        token_stride, weight = out_token, query_weight
-    elif turns:
-        source = key + row * key_row + (program - heads) * key_head + token * key_token
-        target = keys + row * keys_row + (program - heads) * keys_head
-        token_stride, weight = keys_slot, key_weight
-    else:
-        source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
-        target = values + row * values_row + (program - heads - key_heads) * values_head
-        token_stride, weight = values_slot, key_weight
-    rest = 2 * half + tl.arange(0, REST)
-    if NORM:
-        first_weight = tl.load(weight + low, mask=inside & turns, other=0.0)
-        second_weight = tl.load(weight + gap + low, mask=inside & turns, other=0.0)
-        if PARTIAL:
-            rest_weight = tl.load(weight + rest, mask=(rest < size) & turns, other=0.0)
-    wait_after(source.to(tl.int64), PDL)
-    slot = token
-    if SCATTER:
-        slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
-    cos_first = tl.load(turn, mask=inside & turns, other=0.0).to(tl.float32)
-    cos_second = tl.load(turn + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
-    sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
-    sin_second = tl.load(tilt + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
-    second = sum_partials(source + gap + low, partial_stride, inside, dtype, SPLITS)
-    if PARTIAL:
-        beyond = sum_partials(source + rest, partial_stride, rest < size, dtype, SPLITS)
-    if turns:
-        if NORM:
-            one, two = first.to(tl.float32), second.to(tl.float32)
-            square = tl.sum(one * one, 0) + tl.sum(two * two, 0)
-            if PARTIAL:
-                three = beyond.to(tl.float32)
-                square += tl.sum(three * three, 0)
-            root = tl.rsqrt(square / size + eps)
-            first = _scaled(one * root, first_weight, OFFSET, WIDE)
-            second = _scaled(two * root, second_weight, OFFSET, WIDE)
-            if PARTIAL:
-                beyond = _scaled(three * root, rest_weight, OFFSET, WIDE)
-        one, two = first.to(tl.float32), second.to(tl.float32)
-        if ONCE:
-            left, right = one * cos_first - two * sin_first, two * cos_second + one * sin_second
+    # A program has some heads of a token: first those of the queries come, then of the keys, then of the values.
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    for each in tl.static_range(HEADS):
+        program = tl.program_id(1) * HEADS + each
+        turns = program < heads + key_heads
+        pair = tl.arange(0, BLOCK)
+        inside = pair < half
+        low = pair * STEP
+        turn = cos + row * cos_row + token * cos_token + pair * ANGLE_STEP
+        tilt = sin + row * sin_row + token * sin_token + pair * ANGLE_STEP
+        if program < heads:
+            source = query + row * query_row + program * query_head + token * query_token
+            target = out + row * out_row + program * out_head
+            token_stride, weight = out_token, query_weight
+        elif turns:
+            source = key + row * key_row + (program - heads) * key_head + token * key_token
+            target = keys + row * keys_row + (program - heads) * keys_head
+            token_stride, weight = keys_slot, key_weight
         else:
-            left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
-            right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
-        first, second = left.to(dtype), right.to(dtype)
-    target += slot * token_stride
-    tl.store(target + low, first, mask=inside)
-    tl.store(target + gap + low, second, mask=inside)
-    if PARTIAL:
-        tl.store(target + rest, beyond, mask=rest < size)
+            source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
+            target = values + row * values_row + (program - heads - key_heads) * values_head
+            token_stride, weight = values_slot, key_weight
+        rest = 2 * half + tl.arange(0, REST)
+        if NORM:
+            first_weight = tl.load(weight + low, mask=inside & turns, other=0.0)
+            second_weight = tl.load(weight + gap + low, mask=inside & turns, other=0.0)
+            if PARTIAL:
+                rest_weight = tl.load(weight + rest, mask=(rest < size) & turns, other=0.0)
+        if each == 0:
+            wait_after(source.to(tl.int64), PDL)
+        slot = token
+        if SCATTER:
+            slot = tl.load(index + row * index_row + token, mask=program >= heads, other=token)
+        cos_first = tl.load(turn, mask=inside & turns, other=0.0).to(tl.float32)
+        cos_second = tl.load(turn + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
+        sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
+        sin_second = tl.load(tilt + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
+        dtype = out.dtype.element_ty
+        first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
+        second = sum_partials(source + gap + low, partial_stride, inside, dtype, SPLITS)
+        if PARTIAL:
+            beyond = sum_partials(source + rest, partial_stride, rest < size, dtype, SPLITS)
+        if turns:
+            if NORM:
+                one, two = first.to(tl.float32), second.to(tl.float32)
+                square = tl.sum(one * one, 0) + tl.sum(two * two, 0)
+                if PARTIAL:
+                    three = beyond.to(tl.float32)
+                    square += tl.sum(three * three, 0)
+                root = tl.rsqrt(square / size + eps)
+                first = _scaled(one * root, first_weight, OFFSET, WIDE)
+                second = _scaled(two * root, second_weight, OFFSET, WIDE)
+                if PARTIAL:
+                    beyond = _scaled(three * root, rest_weight, OFFSET, WIDE)
+            one, two = first.to(tl.float32), second.to(tl.float32)
+            if ONCE:
+                left, right = one * cos_first - two * sin_first, two * cos_second + one * sin_second
+            else:
+                left = (one * cos_first).to(dtype).to(tl.float32) - (two * sin_first).to(dtype).to(tl.float32)
+                right = (two * cos_second).to(dtype).to(tl.float32) + (one * sin_second).to(dtype).to(tl.float32)
+            first, second = left.to(dtype), right.to(dtype)
+        target += slot * token_stride
+        tl.store(target + low, first, mask=inside)
+        tl.store(target + gap + low, second, mask=inside)
+        if PARTIAL:
+            tl.store(target + rest, beyond, mask=rest < size)
 
 
 @jit

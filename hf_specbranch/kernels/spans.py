@@ -20,7 +20,7 @@ SPANS = torch.int32  # the dtype of spans
 
 @jit
 def blocks_of_spans(spans: Value, queries: Value, stride: Value, BLOCK: constexpr) -> Value:
-    """Return the first block of keys that some query of a row sees, and how many there are up to the last one.
+    """Return the first block of keys that some query of a row sees, how many there are, and where the last key ends.
 
     Args:
         spans: of the row [Q, 4], with Q at most 64.
@@ -38,5 +38,5 @@ def blocks_of_spans(spans: Value, queries: Value, stride: Value, BLOCK: constexp
     far: tl.constexpr = 2147483647
     lowest = tl.minimum(tl.where(first < end, first, far), tl.where(own_first < own_end, own_first, far))
     highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
-    before_first = tl.min(lowest, 0) // BLOCK
-    return before_first, tl.cdiv(tl.max(highest, 0), BLOCK) - before_first
+    before_first, last = tl.min(lowest, 0) // BLOCK, tl.max(highest, 0)
+    return before_first, tl.cdiv(last, BLOCK) - before_first, last
