@@ -103,16 +103,34 @@ def test_lack_of_memory_is_not_kept(monkeypatch):
     assert failures and load_check(model, CHECK) is None
 
 
-@pytest.mark.parametrize("earlier", [None, 3, {}, [3], [{"": "0"}], [{"": None}]])
-def test_damaged_errors_are_ignored(earlier):
+@pytest.mark.parametrize("family, passes", [("llama", 0), ("gemma2", 0), ("qwen2-moe", 1)])
+def test_equal_model_is_not_run_again(family, passes):
+    """Only what routers return must be known: a mixture is run once."""
+    expected = replaced(make(family))
+    model, runs = make(family), []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    assert replaced(model) == expected and len(runs) == passes
+
+
+def test_model_of_which_more_was_kept_is_examined_by_itself():
+    """A module that is no longer there was called."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert KeptErrors(model, {"errors": [{"0": 0.5}], "called": ["0"]}).earlier
+    assert not KeptErrors(model, {"errors": [{"0": 0.5}], "called": ["0", "1"]}).earlier
+
+
+@pytest.mark.parametrize("errors", [None, 3, {}, [3], [{"": "0"}], [{"": None}]])
+@pytest.mark.parametrize("called", [None, [], [0]])
+def test_damaged_errors_are_ignored(errors, called):
     model = torch.nn.Linear(2, 2)
-    assert KeptErrors(model, earlier).look_up([model]) is None
+    for earlier in (errors, {"errors": errors, "called": called}):
+        assert KeptErrors(model, earlier).look_up([model]) is None
 
 
 def test_errors_of_other_modules_are_ignored_from_there_on():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, second = model
-    kept = KeptErrors(model, [{"0": 0.5}, {"1": 0.25}, {"0": 0.125}])
+    kept = KeptErrors(model, {"errors": [{"0": 0.5}, {"1": 0.25}, {"0": 0.125}], "called": ["0", "1"]})
     assert kept.look_up([first]) == {first: 0.5}
     assert kept.look_up([first, second]) is None and not kept.earlier
     kept.add({first: 1.0, second: 2.0})

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from hf_specbranch.kernels import build_in_parallel, parallel_build
 from hf_specbranch.kernels.parallel_build import BuildState, Kernel, build_in_background, is_dry_run, room
 from hf_specbranch.layers import can_build_in_parallel, fuse, fused
-from hf_specbranch.layers.base import Call
+from hf_specbranch.layers.base import Call, Record
 from hf_specbranch.layers.check import agreeing
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime.cuda_graph import GraphRunner
@@ -201,7 +201,7 @@ def test_module_check_does_not_take_the_end_of_a_dry_run_for_a_failure(new_proce
 
     def check():
         initial[(1,)]()
-        agreeing(dict.fromkeys(modules, replacement), dict.fromkeys(modules, Call((x,), {}, x)))
+        agreeing(dict.fromkeys(modules, replacement), dict.fromkeys(modules, Call(lambda: Record((x,), {}, x))))
 
     build_in_parallel(check, GPU)
     assert launches == [own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -16,12 +17,44 @@ FIRST_LAYERS = 2  # in the first graph of a captured stage
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Call(NamedTuple):
-    """One call of a module's own forward."""
+class Record(NamedTuple):
+    """What one call of a module's own forward was given, and what it returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+
+
+class Call:
+    """One call of a module's own forward. It is made when something of it is asked for, which may be never.
+
+    Args:
+        make: makes the call, or finds its record.
+
+    Example:
+        >>> call = Call(lambda: Record((1, 2), {}, 3))
+        >>> call.args, call.output
+        ((1, 2), 3)
+    """
+
+    def __init__(self, make: Callable[[], Record]) -> None:
+        self._make = make
+
+    @cached_property
+    def _record(self) -> Record:
+        return self._make()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self._record.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self._record.kwargs
+
+    @property
+    def output(self) -> Any:
+        return self._record.output
 
 
 class Replacement:

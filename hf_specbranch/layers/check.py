@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels.backend import references_only
 from ..kernels.parallel_build import is_dry_run
 from ..model_state import is_lora
-from .base import Call, Replacement, tensor_of
+from .base import Call, Record, Replacement, tensor_of
 from .kept_errors import current_errors
 from .lora import base_of
 from .packed_linear import PackedLinear
@@ -31,11 +31,7 @@ def agreeing(replacements: Mapping[nn.Module, F], calls: dict[nn.Module, Call]) 
         errors_of(_one_of_each(replacements), calls)
         return dict(replacements)
     errors = errors_of(replacements, calls)
-    return {
-        module: replacement
-        for module, replacement in replacements.items()
-        if errors[module] <= tolerance(_compared(replacement, calls[module].output).dtype)
-    }
+    return {module: replacement for module, replacement in replacements.items() if errors[module] <= 1}
 
 
 def agreeing_variants(variants: Mapping[nn.Module, Sequence[F]], calls: dict[nn.Module, Call]) -> dict[nn.Module, F]:
@@ -65,12 +61,12 @@ def _closest(module: nn.Module, forwards: Sequence[Forward], calls: dict[nn.Modu
         return 0
     with references_only():
         errors = [errors_of({module: forward}, calls)[module] for forward in forwards]
-    return errors.index(min(errors)) if min(errors) <= tolerance(tensor_of(calls[module].output).dtype) else None
+    return errors.index(min(errors)) if min(errors) <= 1 else None
 
 
 @torch.no_grad()
 def errors_of(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, Call]) -> dict[nn.Module, float]:
-    """Return the relative distance between each module's output and its replacement's.
+    """Return the relative distance between each module's output and its replacement's, over the largest that passes.
 
     If an earlier process has found it, nothing is computed.
     """
@@ -79,11 +75,14 @@ def errors_of(replacements: Mapping[nn.Module, Forward], calls: dict[nn.Module, 
     kept = current_errors()
     if kept is not None and (known := kept.look_up(replacements)) is not None:
         return known
+    for module in replacements:
+        _ = calls[module].output  # made now: an error of the module itself is not one of its replacement
     distances: list[Tensor] = []
     for module, replacement in replacements.items():
         try:
             first = _distance(replacement, calls[module])
-            distances.append(torch.maximum(first, _distance_above_noise(module, replacement, calls[module])))
+            largest = torch.maximum(first, _distance_above_noise(module, replacement, calls[module]))
+            distances.append(largest / tolerance(_compared(replacement, calls[module].output).dtype))
         except Exception as error:  # from a missing attribute to a kernel that does not fit this GPU
             distances.append(torch.full((), torch.inf))
             if kept is not None and isinstance(error, torch.OutOfMemoryError):
@@ -127,10 +126,10 @@ def _distance_above_noise(module: nn.Module, replacement: Forward, call: Call) -
         return tensor_of(call.output).new_zeros((), dtype=torch.float32)
     args, kwargs = telling or (call.args, call.kwargs)
     with evaluating(module), _noise_in(zero_weights):
-        again = Call(args, kwargs, module(*args, **kwargs))
-        if not tensor_of(again.output).any():
+        output = module(*args, **kwargs)
+        if not tensor_of(output).any():
             raise ValueError("the output is zero whatever the output projection is")
-        return _distance(replacement, again)
+        return _distance(replacement, Call(lambda: Record(args, kwargs, output)))
 
 
 def _zero_output_weights(module: nn.Module) -> list[Tensor]:
@@ -153,20 +152,24 @@ def _has_values(weight: Tensor) -> bool:
     return bool((weight.view(torch.uint8) if weight.element_size() == 1 else weight).any())
 
 
-@torch.no_grad()
 def distinguishing_call(module: nn.Module, call: Call) -> Call:
     """Return a call that distinguishes the forms of a norm: the same input, shifted by its root mean square.
 
     The mean of an input with thousands of random channels is about 1% of its spread. In bfloat16, rounding then hides
     whether a norm subtracts it. An input of zeros is replaced by noise.
     """
-    if not call.args:
-        return call
-    states = call.args[0] if call.args[0].any() else _noise(call.args[0], 1.0)
-    shifted = states.float() + states.float().pow(2).mean(-1, keepdim=True).sqrt()
-    args = (shifted.to(states.dtype), *call.args[1:])
-    with evaluating(module):
-        return Call(args, call.kwargs, module(*args, **call.kwargs))
+
+    @torch.no_grad()
+    def make() -> Record:
+        if not call.args:
+            return Record(call.args, call.kwargs, call.output)
+        states = call.args[0] if call.args[0].any() else _noise(call.args[0], 1.0)
+        shifted = states.float() + states.float().pow(2).mean(-1, keepdim=True).sqrt()
+        args = (shifted.to(states.dtype), *call.args[1:])
+        with evaluating(module):
+            return Record(args, call.kwargs, module(*args, **call.kwargs))
+
+    return Call(make)
 
 
 @contextmanager

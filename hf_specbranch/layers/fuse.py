@@ -28,7 +28,7 @@ from .lora import base_of
 from .norm import Ahead
 from .product import Product, Tuned, Weights
 from .products import LinearForward, PlainProduct, is_plain, quantised_layers, tensors_to_join
-from .recognise import calls_registered_attention, readers_of_one_input, recognise, record_calls
+from .recognise import calls_registered_attention, later_calls, readers_of_one_input, recognise, record_calls
 from .storage import join, joined, separate
 
 SMALLEST_PRODUCT = 1 << 18  # elements of a weight; smaller ones are not worth autotuning
@@ -172,16 +172,17 @@ def _recipe(model: PreTrainedModel, implementation: str, passes: Callable[[], ob
             raise RuntimeError("a model cannot be examined in a dry run")
 
         register()
-        examine = partial(_examine, model, record_calls(model), implementation, structure)
         kept = KeptErrors(model, load_check(model, CHECK))
-        if kept.earlier:  # nothing is compared
+        calls = later_calls(model, kept.called) if kept.earlier else record_calls(model)
+        examine = partial(_examine, model, calls, implementation, structure)
+        if kept.earlier:  # nothing is compared, and a dense model is not even run
             found = _compare(examine, kept)
             _build_kernels(model, lambda: found, passes)
         else:
             _build_kernels(model, examine, passes)
             found = _compare(examine, kept)
         if not kept.earlier and kept.is_complete:
-            save_check(model, CHECK, kept.found)
+            save_check(model, CHECK, kept.to_keep(calls))
         recipe = state_of(model).kernel_recipe = found
     return recipe
 

@@ -1,7 +1,8 @@
 """The errors that the self-checks of a model's modules found, in their order.
 
 The checks of one model always compare the same modules in the same order. So a new process can take the errors that an
-earlier one has found, and need not compute anything; see `kept_checks` for when this is safe.
+earlier one has found, and need not compute anything; see `kept_checks` for when this is safe. The pass in which an
+earlier process has recorded the calls of modules is not repeated either: their names are kept too.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ class KeptErrors:
 
     Args:
         model: the model.
-        earlier: what an earlier process has kept; anything else than a list of errors is ignored.
+        earlier: what an earlier process has kept (`to_keep`); anything else is ignored.
 
     Attributes:
+        called: the names of the modules whose calls the earlier process has recorded, in their order.
         found: the errors of all checks so far, which a later process may use.
         is_complete: no check has failed for another reason than its result, e.g. for a lack of memory.
     """
 
     def __init__(self, model: nn.Module, earlier: Any = None) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.earlier: list[Errors] = earlier if _is_valid(earlier) else []
+        usable = _is_valid(earlier) and set(earlier["called"]) <= set(self.names.values())
+        self.earlier: list[Errors] = earlier["errors"] if usable else []
+        self.called: list[str] = earlier["called"] if usable else []
         self.found: list[Errors] = []
         self.is_complete = True
 
@@ -52,10 +56,20 @@ class KeptErrors:
         self.is_complete = self.is_complete and all(module in self.names for module in errors)
         self.found.append({self.names.get(module, ""): error for module, error in errors.items()})
 
+    def to_keep(self, called: Iterable[nn.Module]) -> dict[str, Any]:
+        """Return what a later process may use: the errors, and the names of the modules whose calls were recorded."""
+        return {"errors": self.found, "called": [self.names[module] for module in called if module in self.names]}
+
 
 def _is_valid(earlier: Any) -> bool:
-    numbers = isinstance(earlier, list) and all(isinstance(errors, dict) for errors in earlier)
-    return numbers and all(type(error) is float for errors in earlier for error in errors.values())
+    if not isinstance(earlier, dict) or not all(isinstance(earlier.get(name), list) for name in ("errors", "called")):
+        return False
+    numbers = all(isinstance(errors, dict) for errors in earlier["errors"])
+    return (
+        numbers
+        and all(type(error) is float for errors in earlier["errors"] for error in errors.values())
+        and all(isinstance(name, str) for name in earlier["called"])
+    )
 
 
 _current: ContextVar[KeptErrors | None] = ContextVar("kept_errors", default=None)

@@ -10,9 +10,9 @@ of models or classes are used. Modules that cannot be examined run their own cod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from ..kernels.parallel_build import is_dry_run
 from ..model_state import every_module
 from .angles import recognise_angles
 from .attention import AttentionForward, attention_inputs, recognise_attention
-from .base import Call, Replacement
+from .base import Call, Record, Replacement
 from .check import agreeing, agreeing_variants, evaluating, tolerance
 from .decoder_layer import looks_like_layer, recognise_layers
 from .delta_net import delta_inputs, recognise_delta_net
@@ -120,23 +120,40 @@ def _is_candidate(module: nn.Module) -> bool:
 def record_calls(
     model: PreTrainedModel, is_candidate: Callable[[nn.Module], bool] = _is_candidate
 ) -> dict[nn.Module, Call]:
-    """Run a few tokens through the model and record the inputs and outputs of the candidates.
+    """Run a few tokens through the model and record the inputs and outputs of the candidates, in their order.
 
     Another thread may run the model at the same time. Its calls are not recorded: they name a cache that is in use.
     """
-    calls: dict[nn.Module, Call] = {}
+    records: dict[nn.Module, Record] = {}
     thread = get_ident()
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if get_ident() == thread:
-            calls.setdefault(module, Call(args, kwargs, output))
+            records.setdefault(module, Record(args, kwargs, output))
 
     with evaluating(model), ExitStack() as stack:
         for module in every_module(model):
             if is_candidate(module):
                 stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
         model(input_ids=_few_tokens(model), use_cache=False)
-    return calls
+    return {module: Call(partial(records.__getitem__, module)) for module in records}
+
+
+def later_calls(model: PreTrainedModel, names: Sequence[str]) -> dict[nn.Module, Call]:
+    """Return the calls of these modules, which are recorded when something of one of them is asked for.
+
+    Args:
+        model: the model.
+        names: of the modules that `record_calls` has found in an earlier process, in their order.
+    """
+    found = dict(model.named_modules())
+    recorded = cache(partial(record_calls, model))
+
+    def record_of(module: nn.Module) -> Record:
+        call = recorded()[module]
+        return Record(call.args, call.kwargs, call.output)
+
+    return {found[name]: Call(partial(record_of, found[name])) for name in names}
 
 
 @torch.no_grad()

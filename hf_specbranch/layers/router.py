@@ -103,13 +103,14 @@ def recognise_router(module: Any, call: Call, tuned: Tuned, handoff: Handoff) ->
     """Return a replacement if this looks like a router and its weights are a softmax that we compute."""
     if not looks_like_router(module):
         return None
+    output = call.output
     try:
-        logits, weights, _ = (call.output[position] for position in order_of(call.output))
+        logits, weights, _ = (output[position] for position in order_of(output))
         ordered = weights.float().sort(-1, descending=True).values
         for normalised in (True, False):
             expected = route_reference(logits, module.top_k, normalised, torch.float32).weights
             if (ordered - expected).norm() <= tolerance(module.weight.dtype) * expected.norm():
-                return RouterForward(module, tuned, handoff, normalised, call.output)
+                return RouterForward(module, tuned, handoff, normalised, output)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):  # the outputs of something else
         pass
     return None
