@@ -247,14 +247,14 @@ def _rotary_kernel(
     launch_dependents(PDL)
     # A program has some heads of a token: first those of the queries come, then of the keys, then of the values.
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    dtype = out.dtype.element_ty
+    pair, rest = tl.arange(0, BLOCK), 2 * half + tl.arange(0, REST)
+    inside, low = pair < half, pair * STEP
+    turn = cos + row * cos_row + token * cos_token + pair * ANGLE_STEP
+    tilt = sin + row * sin_row + token * sin_token + pair * ANGLE_STEP
     for each in tl.static_range(HEADS):
         program = tl.program_id(1) * HEADS + each
         turns = program < heads + key_heads
-        pair = tl.arange(0, BLOCK)
-        inside = pair < half
-        low = pair * STEP
-        turn = cos + row * cos_row + token * cos_token + pair * ANGLE_STEP
-        tilt = sin + row * sin_row + token * sin_token + pair * ANGLE_STEP
         if program < heads:
             source = query + row * query_row + program * query_head + token * query_token
             target = out + row * out_row + program * out_head
@@ -267,7 +267,6 @@ def _rotary_kernel(
             source = value + row * value_row + (program - heads - key_heads) * value_head + token * value_token
             target = values + row * values_row + (program - heads - key_heads) * values_head
             token_stride, weight = values_slot, key_weight
-        rest = 2 * half + tl.arange(0, REST)
         if NORM:
             first_weight = tl.load(weight + low, mask=inside & turns, other=0.0)
             second_weight = tl.load(weight + gap + low, mask=inside & turns, other=0.0)
@@ -282,7 +281,6 @@ def _rotary_kernel(
         cos_second = tl.load(turn + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
         sin_first = tl.load(tilt, mask=inside & turns, other=0.0).to(tl.float32)
         sin_second = tl.load(tilt + angle_gap, mask=inside & turns, other=0.0).to(tl.float32)
-        dtype = out.dtype.element_ty
         first = sum_partials(source + low, partial_stride, inside, dtype, SPLITS)
         second = sum_partials(source + gap + low, partial_stride, inside, dtype, SPLITS)
         if PARTIAL:
