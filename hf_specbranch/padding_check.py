@@ -1,7 +1,8 @@
 """Check once per model that padded batches give the logits of plain `generate()`.
 
 Padding changes positions and masks, and some models handle them in a way of their own. So before the first padded batch
-a small one is generated both ways, two tokens long, and the logits of the second token are compared.
+a small one is generated both ways, two tokens long, and the logits of the second token are compared. That a model has
+passed is kept on disk.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .config import SpecBranchConfig
 from .fallback import FallBack
+from .kept_checks import load_check, save_check
 from .model_state import agreed, state_of
 
+CHECK = "padding"  # under which the result is kept
 LENGTH, PADDING = 6, 2
 # Root mean square difference of the logits, in units of their spread. Padding that is read differently gives about 1.
 MOST, MOST_IN_FLOAT32 = 0.3, 1e-3
@@ -27,15 +30,22 @@ def check_padded_batches(model: PreTrainedModel) -> None:
     Args:
         model: a model with SpecBranch attached.
     """
-    state = state_of(model)
-    if state.padding_is_plain is None:
-        state.padding_is_plain = True  # for the batch of the check itself
-        state.padding_is_plain = agreed(model, _reads_padding_as_plain(model))
-    if not state.padding_is_plain:
+    if not reads_padding_as_plain(model):
         raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")
 
 
-def _reads_padding_as_plain(model: Any) -> bool:
+def reads_padding_as_plain(model: PreTrainedModel) -> bool:
+    """Return whether a model reads padded batches as it does under plain `generate()`; found out once per model."""
+    state = state_of(model)
+    if state.padding_is_plain is None:
+        state.padding_is_plain = True  # for the batch of the check itself
+        state.padding_is_plain = load_check(model, CHECK) is True or agreed(model, _passes(model))
+        if state.padding_is_plain:
+            save_check(model, CHECK, True)
+    return state.padding_is_plain
+
+
+def _passes(model: Any) -> bool:
     device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
     ids = (7 * torch.arange(2 * LENGTH, device=device).view(2, LENGTH) + 1) % vocabulary
     mask = torch.ones_like(ids)

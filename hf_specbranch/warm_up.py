@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from .decoding.call import warming_up
 from .model_state import state_of
+from .padding_check import reads_padding_as_plain
 from .progress import TqdmProgress
 
 PROMPT = 8  # tokens of the prompt that stages are captured with
@@ -77,6 +78,9 @@ def warm_up(
                 captured += 0 if stats is None else stats.graphs_captured
         finally:
             warming_up.reset(before)
+    if max(batch_sizes) > 1:
+        reads_padding_as_plain(model)  # now, not before the first padded batch
+        model.specbranch_stats = None
     models = [each for each in (model, draft) if isinstance(each, torch.nn.Module)]
     models += [copy for each in models for _, copies in state_of(each).copies.values() for copy in copies]
     held = sum(runner.num_bytes for each in models for runner in state_of(each).idle_runners)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
+from hf_specbranch.garbage_collection import no_garbage_collection
 from hf_specbranch.layers.fuse import fuse
 from hf_specbranch.layers.recognise import record_calls
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import cuda_graph, idle_runners
 from hf_specbranch.runtime.mask_probe import mask_maker_for
-from hf_specbranch.runtime.static_buffers import no_garbage_collection
 
 from .graphs import Comparison, tokens
 from .models import config, llama, noisy_copy, slowly

@@ -112,6 +112,18 @@ def test_equal_model_is_not_run_again(family, passes):
     assert replaced(model) == expected and len(runs) == passes
 
 
+def test_rotary_angles_of_an_equal_model_are_not_computed_again(monkeypatch):
+    expected = replaced(make("llama"))
+    model = make("llama")
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("computed again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model.rotary_emb), "forward", fail)
+        assert replaced(model) == expected and "model.rotary_emb" in expected
+
+
 def test_model_of_which_more_was_kept_is_examined_by_itself():
     """A module that is no longer there was called."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))

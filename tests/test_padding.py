@@ -1,9 +1,12 @@
 """Padded batches are read as plain generate() reads them, or left to transformers."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GitConfig, GitForCausalLM, LlamaForCausalLM
 
+from hf_specbranch import padding_check
 from hf_specbranch.families.tiny import language_models
 
 from .models import VOCABULARY, attached, config, llama, noisy_copy, prompt
@@ -53,3 +56,45 @@ def test_padding_read_in_a_way_of_its_own_is_left_to_transformers(caplog):
     assert same_as_plain(target, rows=1).specbranch_stats is not None
     assert same_as_plain(target).specbranch_stats is None
     assert sum("reads padded batches in a way of its own" in record.message for record in caplog.records) == 1
+
+
+@pytest.fixture
+def checks(monkeypatch, tmp_path):
+    """The models whose padded batches were compared with those of plain `generate()`; results are kept."""
+    monkeypatch.setenv("HF_SPECBRANCH_CACHE", str(tmp_path))
+    compared, passes = [], padding_check._passes
+
+    def count(model):
+        compared.append(model)
+        return passes(model)
+
+    monkeypatch.setattr(padding_check, "_passes", count)
+    return compared
+
+
+def test_equal_model_is_not_compared_again(checks, target):
+    for again in (target, copy.deepcopy(target)):
+        assert same_as_plain(again).specbranch_stats is not None
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize("change", [CountsPadding, None])
+def test_other_code_and_other_weights_are_compared(change, checks, target):
+    same_as_plain(target)
+    other = copy.deepcopy(target)
+    if change is None:
+        other.model.embed_tokens.weight.data[0, 0] += 1
+    else:
+        other.__class__ = change
+    same_as_plain(other)
+    assert len(checks) == 2
+
+
+def test_warm_up_of_batches_compares_padded_ones(checks, target):
+    model = attached(copy.deepcopy(target))
+    model.warm_up_specbranch(batch_sizes=(1,), max_length=32, progress=False)
+    assert not checks
+    model.warm_up_specbranch(batch_sizes=(1, 2), max_length=32, progress=False)
+    assert checks == [model] and model.specbranch_stats is None
+    model.generate(**prompt(2, length=8), max_new_tokens=4)
+    assert len(checks) == 1

@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from ..garbage_collection import no_garbage_collection
+
 logger = logging.getLogger(__name__)
 
 LONG_BUILD = 0.1  # seconds: a kernel that takes longer was built, not found on disk
@@ -202,7 +204,8 @@ def build_in_background(stage: Callable[[], object], device: torch.device) -> No
 
     def run() -> None:
         try:
-            _build_stage(stage, device, detects=False)
+            with no_garbage_collection():
+                _build_stage(stage, device, detects=False)
         finally:
             build_state.triton_ready.set()  # after a failure the next kernel initialises Triton
 

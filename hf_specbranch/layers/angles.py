@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container
+from functools import cache
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -15,6 +17,7 @@ from ..kernels.angles import angles
 from ..kernels.rotation import Table
 from ..model_state import every_module
 from .base import Replacement
+from .kept_errors import error_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +88,22 @@ def recognise_angles(model: PreTrainedModel) -> dict[nn.Module, AnglesForward]:
 
 def _recognise(module: nn.Module, x: Tensor) -> AnglesForward | None:
     """Return a replacement for the positions for which it computes what the module does; None if there are none."""
-    line = POSITIONS.to(x.device)
-    expected = {given: _outputs(module, x, given) for given in (line[None], line.expand(AXES, 1, -1))}
-    wide = any(cos.dtype == torch.float32 for outputs in expected.values() for cos, _ in outputs)
-    for table in get_args(Table):
+
+    def positions(dims: int) -> Tensor:
+        line = POSITIONS.to(x.device)
+        return line[None] if dims == 2 else line.expand(AXES, 1, -1)
+
+    @cache
+    def expected(dims: int) -> list[tuple[Tensor, Tensor]]:
+        return _outputs(module, x, positions(dims))
+
+    def error(ours: AnglesForward, dims: int) -> float:
+        return error_of(module, lambda: _error(ours, x, positions(dims), expected(dims)))
+
+    for table, wide in product(get_args(Table), (False, True)):
         ours = AnglesForward(module, table, wide)
-        if dims := [given.ndim for given, outputs in expected.items() if outputs and _agrees(ours, x, given, outputs)]:
-            return AnglesForward(module, table, wide, dims)
+        if taken := [dims for dims in (2, 3) if error(ours, dims) <= 1]:
+            return AnglesForward(module, table, wide, taken)
     logger.info("%s computes rotary angles by its own code", type(module).__name__)
     return None
 
@@ -109,18 +121,17 @@ def _outputs(module: nn.Module, x: Tensor, positions: Tensor) -> list[tuple[Tens
     return outputs
 
 
-def _agrees(ours: AnglesForward, x: Tensor, positions: Tensor, expected: list[tuple[Tensor, Tensor]]) -> bool:
-    types = layer_types_of(ours.module)
-    error = max(_error(ours(x, positions, each), outputs) for each, outputs in zip(types, expected, strict=True))
-    return error <= (1e-5 if ours.wide else 8e-3)  # two units in the last place of bfloat16
+def _error(ours: AnglesForward, x: Tensor, positions: Tensor, expected: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest difference over the largest that passes; infinity if there is nothing to compare with."""
+    errors = [math.inf] if not expected else []
+    for layer_type, outputs in zip(layer_types_of(ours.module), expected):
+        for one, other in zip(ours(x, positions, layer_type), outputs, strict=True):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return math.inf
+            most = 1e-5 if other.dtype == torch.float32 else 8e-3  # two units in the last place of bfloat16
+            errors.append(float((one.float() - other.float()).abs().max()) / most)
+    return max(errors)
 
 
 def _named(layer_type: str | None) -> tuple[str, ...]:
     return () if layer_type is None else (layer_type,)
-
-
-def _error(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
-    """Return the largest difference; infinity if the shapes differ."""
-    if any(one.shape != other.shape for one, other in zip(got, expected, strict=True)):
-        return math.inf
-    return max(float((one.float() - other.float()).abs().max()) for one, other in zip(got, expected, strict=True))

@@ -7,7 +7,7 @@ earlier process has recorded the calls of modules is not repeated either: their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -78,6 +78,17 @@ _current: ContextVar[KeptErrors | None] = ContextVar("kept_errors", default=None
 def current_errors() -> KeptErrors | None:
     """Return the errors that checks in this thread use and add to, if there are any."""
     return _current.get()
+
+
+def error_of(module: nn.Module, find: Callable[[], float]) -> float:
+    """Return the error of a check of one module: what an earlier process has found, or else what `find` returns."""
+    kept = current_errors()
+    if kept is not None and (known := kept.look_up([module])) is not None:
+        return known[module]
+    error = find()
+    if kept is not None:
+        kept.add({module: error})
+    return error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..garbage_collection import no_garbage_collection
 from ..kept_checks import load_check, save_check
 from ..kernels import build_in_parallel
 from ..kernels.spans import SPANS
@@ -238,8 +239,15 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int, now: int | N
     """
     now, checks = fingerprint(model) if now is None else now, state_of(model).kernel_checks
     if now not in checks:  # otherwise the weights are where they were after they were joined
-        fuse(model)
-        now = fingerprint(model)
+        with no_garbage_collection():
+            now = _check_layers(model, masks, rows)
+    return "plain" if checks[now] == "none" else "fused"
+
+
+def _check_layers(model: PreTrainedModel, masks: MaskMaker, rows: int) -> int:
+    """Join the weights of a model and check a pass through our kernels; return its fingerprint, which has changed."""
+    fuse(model)
+    now, checks = fingerprint(model), state_of(model).kernel_checks
     if now not in checks:
         runner = GraphRunner(model, masks, "fused", takes_spans=True)
         runner.reserve(rows, SMALLEST)
@@ -251,7 +259,7 @@ def layers_for(model: PreTrainedModel, masks: MaskMaker, rows: int, now: int | N
                     save_check(model, "kernels", checks[now])
         while len(checks) > MOST_CHECKS:
             del checks[next(iter(checks))]
-    return "plain" if checks[now] == "none" else "fused"
+    return now
 
 
 def take(

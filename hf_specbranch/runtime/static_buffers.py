@@ -6,18 +6,17 @@ writes the tensors of its buffers. If its shapes are static and it never syncs, 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..garbage_collection import no_garbage_collection
 from ..kernels import build_in_parallel
 from ..layers.base import split_graph
 from .pieces import Part, Recorder, warm_up_run
@@ -101,41 +100,6 @@ class Buffers:
         stage()
 
 
-class _GarbageCollection:
-    """Counts the captures during which Python must not collect garbage."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.captures = 0
-        self.was_enabled = False
-
-    def pause(self) -> None:
-        with self.lock:
-            if not self.captures:
-                self.was_enabled = gc.isenabled()
-                gc.disable()
-            self.captures += 1
-
-    def resume(self) -> None:
-        with self.lock:
-            self.captures -= 1
-            if not self.captures and self.was_enabled:
-                gc.enable()
-
-
-_garbage_collection = _GarbageCollection()
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Capture inside this context: graphs of a model that is gone may be garbage, and to destroy one ends a capture."""
-    _garbage_collection.pause()
-    try:
-        yield
-    finally:
-        _garbage_collection.resume()
-
-
 class GraphMemory:
     """Holds the memory pool that CUDA graphs share, and the stream on which they are captured.
 
@@ -178,7 +142,7 @@ class GraphMemory:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             return graph
 
-        with no_garbage_collection(), Recorder(self.stream.device, begin, self._at, outputs) as recorder:
+        with Recorder(self.stream.device, begin, self._at, outputs) as recorder:
             with split_graph(recorder.cut):
                 stage()
         return recorder.parts
@@ -191,11 +155,15 @@ class GraphMemory:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside the context, launch on the capture stream: after all earlier work, and before all later work."""
+        """Inside the context, stages may be captured.
+
+        Launches are on the capture stream, after all earlier work and before all later work, and no garbage is
+        collected.
+        """
         began, current = time.perf_counter(), torch.cuda.current_stream(self.stream.device)
         reserved = torch.cuda.memory_reserved(self.stream.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream), postpone_unmapping():
+        with torch.cuda.stream(self.stream), postpone_unmapping(), no_garbage_collection():
             yield
         current.wait_stream(self.stream)
         self.captures += 1
