@@ -301,6 +301,21 @@ def test_wide_passes_of_a_mixture_are_tried(predicted, actual, drafts):
     assert known.factors and all(factors.passes for factors in known.factors.values())
 
 
+def growing(by):
+    """Costs of a CPU on which each further token of a pass takes `by` times the pass over one token."""
+    points = tuple((float(sent), 0.2 * (1 + by * sent)) for sent in (0, 2, 4, 8))
+    return StepCosts(0.2, 0.2 * by, 0.06, 0.0, passes=points)
+
+
+@pytest.mark.parametrize("by, tried", [(0.9, False), (0.5, True)])
+def test_draft_that_cannot_pay_is_not_tried(by, tried):
+    """Not even if the target accepted all of its tokens."""
+    known, followed = Knowledge(), []
+    for text in [NEVER] * 20:  # `CHECK_EVERY` of them among these
+        followed += plan_text(text, known, growing(by), captured=False)[0]
+    assert any(segment.plan.policy != "autoregressive" for segment in followed) is tried
+
+
 def test_first_text_begins_with_the_predicted_plan():
     """Nothing is measured for its own sake, and nothing but the plan changes when the text is known."""
     costs, text = StepCosts(0.0042, 2e-5, 8.5e-5, 3e-6, hidden=0.4, waiting=3e-4), recordings("good")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..model_state import state_of, weight_bytes
 from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
+from ..planning.calibrate import CostFactors
 from ..planning.chooser import plans_within
 from ..planning.costs import StepCosts
-from ..planning.knowledge import Situation, knowledge_of
+from ..planning.knowledge import Knowledge, Situation, knowledge_of
 from ..planning.online import Planner
+from ..planning.product_time import first_factors
 from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner, PlanRun
 from ..runtime.kv_cache import past_length
@@ -172,6 +174,8 @@ class Assembly(Sources):
         target, draft = self.runner, self.draft_runner
         assert draft is not None
         known = knowledge_of(target.model, draft.model)
+        if not self.samples:
+            self._factors(known)
         return Planner(
             self.plans, self.call.config, self._situation, known, self._predicted_costs,
             agreements=lambda: self.agreements(text),
@@ -204,8 +208,14 @@ class Assembly(Sources):
         predicted = self._predicted_costs(context)
         if self.draft_runner is None or self.samples:
             return predicted
-        known = knowledge_of(self.runner.model, self.draft_runner.model)
-        return known.factors_in(self._situation).costs(predicted)
+        return self._factors(knowledge_of(self.runner.model, self.draft_runner.model)).costs(predicted)
+
+    def _factors(self, known: Knowledge) -> CostFactors:
+        """Return how measured step costs compare with predicted ones."""
+        predicted = self._predicted_costs(self.call.input_ids.shape[1])
+        return known.factors_in(
+            self._situation, partial(first_factors, self.runner.model, predicted, rows=self.call.rows)
+        )
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""

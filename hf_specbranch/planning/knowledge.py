@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import inf, isfinite, log
 from typing import Any, NamedTuple, TypeAlias
@@ -109,13 +109,18 @@ class Knowledge:
     sizes: tuple[ModelSize, ModelSize] | None = None
     file: PairFile | None = None
 
-    def factors_in(self, situation: Situation) -> CostFactors:
-        """Return the factors of a situation; to begin with, a guess from the nearest batch size."""
+    def factors_in(self, situation: Situation, first: Callable[[], CostFactors] = CostFactors) -> CostFactors:
+        """Return the factors of a situation; to begin with, a guess from the nearest batch size.
+
+        Args:
+            situation: everything that costs depend on, except the context length.
+            first: returns the factors to begin with where no batch size is known.
+        """
         found = self.factors.get(situation)
         if found is None:
             near = [each for each in list(self.factors) if situation.distance(each) < float("inf")]
             nearest = min(near, key=situation.distance, default=None)
-            found = CostFactors() if nearest is None else self.factors[nearest].first_guess()
+            found = first() if nearest is None else self.factors[nearest].first_guess()
             self.factors[situation] = found
         return found
 
