@@ -23,6 +23,7 @@ sys.path.insert(0, str(SCRIPTS))
 cpu_first_calls = importlib.import_module("cpu_first_calls")
 each_kernel = importlib.import_module("each_kernel")
 experts = importlib.import_module("experts")
+first_call = importlib.import_module("first_call")
 lab = importlib.import_module("lab")
 latency = importlib.import_module("latency")
 other_drafts = importlib.import_module("other_drafts")
@@ -191,6 +192,7 @@ def test_contexts_that_do_not_fit_are_refused(pair):
         (serving, ["--streams", "1,2", "--requests", "1", "--max-new-tokens", "4", "--num-prompts", "2"]),
         (other_drafts, ["--new-tokens", "4", "--num-prompts", "1"]),
         (cpu_first_calls, ["--busy", "1", "--pairs", "2", "--new-tokens", "8"]),
+        (first_call, ["--processes", "1", "--new-tokens", "4", "--prompt-length", "16"]),
         (
             predictions,
             ["--methods", "autoregressive,vanilla-best,vanilla-stop,specbranch", "--sweep", "2"]
