@@ -74,7 +74,7 @@ def specbranch(
     texts = corpus if corpus is None or isinstance(corpus, LookupCorpus) else LookupCorpus.load(corpus)
     candidates = _candidates(draft)
     tokenizers = _given_tokenizers(tokenizer, assistant_tokenizer)
-    warm_up_in_background(target.device)  # while a draft that is named is loaded
+    warm_up_in_background(target.device, target.dtype)  # while a draft that is named is loaded
     own_draft, looks_up, tokenizers = _sources(target, None if candidates is not None else draft, tokenizers)
     before = (attached := attach(target))._specbranch_memory
     attached._specbranch_memory = Attachment(

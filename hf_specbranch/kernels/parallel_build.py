@@ -192,7 +192,9 @@ def build_in_parallel(stage: Callable[[], object], device: torch.device, new_mod
         _build_stage(stage, device, detects=True)
 
 
-def build_in_background(stage: Callable[[], object], device: torch.device) -> None:
+def build_in_background(
+    stage: Callable[[], object], device: torch.device, then: Callable[[], object] = lambda: None
+) -> None:
     """Do the first dry run of this process in a thread of its own, which initialises Triton.
 
     Launches and other dry runs wait for that, but not for the further kernels of this one.
@@ -200,6 +202,7 @@ def build_in_background(stage: Callable[[], object], device: torch.device) -> No
     Args:
         stage: see `build_in_parallel`.
         device: a CUDA device.
+        then: called in the same thread afterwards; nothing waits for it, and it may fail.
     """
 
     def run() -> None:
@@ -208,6 +211,10 @@ def build_in_background(stage: Callable[[], object], device: torch.device) -> No
                 _build_stage(stage, device, detects=False)
         finally:
             build_state.triton_ready.set()  # after a failure the next kernel initialises Triton
+        try:
+            then()
+        except RuntimeError as error:  # such as a lack of memory
+            logger.debug("not prepared in the background: %s", error)
 
     build_state.start_background(run)
 

@@ -64,7 +64,7 @@ def runner_for(
     use_kernels = _uses_kernels(model, kernels)
     reason = "" if runtime == "eager" else why_not_captured(model)
     if use_kernels and runtime != "eager" and not reason:
-        warm_up_in_background(model.device)
+        warm_up_in_background(model.device, model.dtype)
     masks = masks_for(model, role)
     if reason:  # compressed weights are unpacked by a hook in the first pass, which removes itself
         reason = why_not_captured(model)
