@@ -158,7 +158,7 @@ def test_tokenizers_that_agree_allow_any_padding(target):
 
 
 def test_a_failing_draft_leaves_the_model_usable(target, draft):
-    model, broken = attached(target), copy.deepcopy(draft)
+    model, broken = specbranch(attached(target), policy="vanilla"), copy.deepcopy(draft)
     model.generate(**prompt(), max_new_tokens=3, do_sample=False, assistant_model=broken)
     handle = broken.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):

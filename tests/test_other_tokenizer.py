@@ -237,7 +237,8 @@ def test_a_draft_with_another_tokenizer_is_named_by_its_folder(tmp_path):
 
 def test_tokenizers_belong_to_the_draft_they_came_with():
     target, draft, *two = pair()
-    model = specbranch(copy.deepcopy(target), draft, tokenizer=two[0], assistant_tokenizer=two[1])
+    both_tokenizers = {"tokenizer": two[0], "assistant_tokenizer": two[1]}
+    model = specbranch(copy.deepcopy(target), draft, **both_tokenizers, policy="vanilla")
     model.generate(**prompts(1), **GREEDY, assistant_model=copy.deepcopy(target))
     assert set(model.specbranch_stats.sources) == {"draft model"}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,13 +15,9 @@ from ..config import SpecBranchConfig
 from ..kernels.backend import serves
 from ..model_state import state_of, weight_bytes
 from ..planning.agreement import Agreement, agreement_from_logits, read_agreement
-from ..planning.calibrate import CostFactors
 from ..planning.chooser import plans_within
 from ..planning.costs import StepCosts
-from ..planning.knowledge import Knowledge, Situation, knowledge_of
 from ..planning.online import Planner
-from ..planning.product_time import first_factors
-from ..planning.sizes import predicted_costs, sizes_of
 from ..runtime.eager import EagerRunner, PlanRun
 from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap
@@ -31,6 +27,7 @@ from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
 from ..target_heads.base import TargetHead
 from .call import Call
+from .call_costs import CallCosts
 from .hooks import HookList, SpeculationHook
 from .loop import NoDraft, Parts
 from .model_inputs import ModelInputs
@@ -94,7 +91,7 @@ class Assembly(Sources):
         first = config.decided(self.static_shapes, cheap, alone=not self.given.hooks)
         self.plans = [first]
         if self._may_plan:
-            self.plans += plans_within(config, self.static_shapes, self._predicted_costs(0).draft_step)
+            self.plans += plans_within(config, self.static_shapes, self.costs.predicted(0).draft_step)
         longest = max(max(plan.draft_length, plan.lookup_tokens) for plan in self.plans)
         self.reach = self.stopper.max_length + longest + 3  # the last draft too
         # Before a stage is captured, which contains where they are. A round may be in flight when the host finds that a
@@ -171,13 +168,11 @@ class Assembly(Sources):
 
     def planner(self, text: Text) -> Planner:
         """Return the planner that chooses between the plans."""
-        target, draft = self.runner, self.draft_runner
-        assert draft is not None
-        known = knowledge_of(target.model, draft.model)
+        costs = self.costs
         if not self.samples:
-            self._factors(known)
+            costs.factors()  # the planner begins with these
         return Planner(
-            self.plans, self.call.config, self._situation, known, self._predicted_costs,
+            self.plans, self.call.config, costs.situation, costs.knowledge, costs.predicted,
             agreements=lambda: self.agreements(text),
             context=lambda: max(text.lengths),
             measures=not self.samples,
@@ -185,37 +180,17 @@ class Assembly(Sources):
             remaining=lambda: self.stopper.max_length - max(text.lengths),
         )  # fmt: skip
 
-    @property
-    def _situation(self) -> Situation:
-        return Situation(self.call.rows, self.runner.runtime, self.static_shapes, threads_of(self.runner.device))
-
     @cached_property
-    def _predicted_costs(self) -> Callable[[int], StepCosts]:
-        """The step costs that the sizes of the models predict, by length of the text.
-
-        Without a draft the target takes its place: only the costs of its own passes are of use then.
-        """
-        target, rows = self.runner.model, self.call.rows
-        draft = None if self.draft_runner is None else self.draft_runner.model
-        # A sampled text must not depend on what was counted before the models were changed.
-        known = None if draft is None or self.samples else knowledge_of(target, draft).sizes
-        sizes = known or sizes_of(target, draft or target)
-        devices = 1 if draft is None or self.runner.device == draft.device else 2
-        return lambda context: predicted_costs(*sizes, self.static_shapes, rows, context, devices)
+    def costs(self) -> CallCosts:
+        """What steps of both models cost."""
+        prompt = self.call.input_ids.shape[1]
+        return CallCosts(
+            self.runner, self.draft_runner, self.call.rows, prompt, self.static_shapes, measured=not self.samples
+        )
 
     def step_costs(self, context: int) -> StepCosts:
-        """Return what steps cost at this length of text: predicted, and corrected by what was measured before."""
-        predicted = self._predicted_costs(context)
-        if self.draft_runner is None or self.samples:
-            return predicted
-        return self._factors(knowledge_of(self.runner.model, self.draft_runner.model)).costs(predicted)
-
-    def _factors(self, known: Knowledge) -> CostFactors:
-        """Return how measured step costs compare with predicted ones."""
-        predicted = self._predicted_costs(self.call.input_ids.shape[1])
-        return known.factors_in(
-            self._situation, partial(first_factors, self.runner.model, predicted, rows=self.call.rows)
-        )
+        """Return what steps cost at this length of text."""
+        return self.costs.at(context)
 
     def captures(self) -> int:
         """How many graphs have been captured so far."""
@@ -330,11 +305,6 @@ class Assembly(Sources):
             buffers, runner, text, prefill, self.attention, first, self._target_slots, outputs, self.state_layers,
             self.stats, tokens_alone, self.further, axes, self.in_triton, reuses, call.ranks, call.is_unpadded,
         )  # fmt: skip
-
-
-def threads_of(device: torch.device) -> int:
-    """Return the threads of a CPU, for the planner; 0 for another device."""
-    return torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def has_holes(attention: Tensor) -> bool:

@@ -25,8 +25,9 @@ from ..runtime.kv_cache import past_length
 from ..runtime.overlap import Overlap, cpu_threads
 from ..runtime.selection import runner_for
 from ..stats import SpecBranchStats
-from .assembly import Assembly, threads_of
+from .assembly import Assembly
 from .call import Call
+from .call_costs import threads_of
 from .hooks import LengthHeadHook
 from .loop import Parts, decode, read_prompt
 from .model_inputs import inputs_after_prompt, reread_of

@@ -141,7 +141,7 @@ def add_norm(
     share = 128 if rows <= MOST_ROWS else 512  # elements per warp: few rows need latency, many fill the GPU anyway
     _norm_kernel[(rows,)](
         terms, more_terms, residual, outer.weight, _or(outer.bias, outer.weight), inner.weight,
-        _or(inner.bias, inner.weight), out, total, rows * columns, columns, outer.eps, inner.eps, scale,
+        _or(inner.bias, inner.weight), out, total, rows, columns, outer.eps, inner.eps, scale,
         SPLITS=splits, MORE=more_splits, ADD=total is not terms, SCALED=scale != 1.0,
         NORM=norm is not None, BIAS=outer.bias is not None, FIRST=first is not None, FIRST_BIAS=inner.bias is not None,
         OFFSET=form.offset, WIDE=form.wide, CENTRED=form.centred, BLOCK=block,
@@ -207,7 +207,7 @@ def _fits(
     return len(forms) <= 1 and not narrow and can_run(*used) and all(each.dtype == used[0].dtype for each in partials)
 
 
-@varying("partial_stride")
+@varying("rows")
 def _norm_kernel(
     x: Value,
     also: Value,
@@ -218,7 +218,7 @@ def _norm_kernel(
     first_bias: Value,
     out: Value,
     total: Value,
-    partial_stride: Value,
+    rows: Value,
     columns: Value,
     eps: Value,
     first_eps: Value,
@@ -242,15 +242,16 @@ def _norm_kernel(
     inside = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
     dtype = out.dtype.element_ty
+    partial_stride = rows * columns  # so the compiler knows that it is as aligned as the columns are
     if NORM:
-        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        scale, shift = _parameters(weight, bias, column, inside, BIAS)
     if FIRST:
-        first_scale = tl.load(first_weight + column, mask=inside, other=0.0).to(tl.float32)
+        first_scale, first_shift = _parameters(first_weight, first_bias, column, inside, FIRST_BIAS)
     wait_for_dependencies(PDL)
     value = sum_partials(x + place, partial_stride, inside, dtype, SPLITS)
     if FIRST:
         value = normalised(
-            value, first_scale, first_bias + column, inside, columns, first_eps, FIRST_BIAS, OFFSET, WIDE, CENTRED
+            value, first_scale, first_shift, inside, columns, first_eps, FIRST_BIAS, OFFSET, WIDE, CENTRED
         )
     if SCALED:
         value = (value.to(tl.float32) * factor).to(dtype)
@@ -261,15 +262,25 @@ def _norm_kernel(
         value = wide.to(dtype)
         tl.store(total + place, value, mask=inside)
     if NORM:
-        result = normalised(value, scale, bias + column, inside, columns, eps, BIAS, OFFSET, WIDE, CENTRED)
+        result = normalised(value, scale, shift, inside, columns, eps, BIAS, OFFSET, WIDE, CENTRED)
         tl.store(out + place, result, mask=inside)
+
+
+@jit
+def _parameters(weight: Value, bias: Value, column: Value, inside: Value, BIAS: constexpr) -> Value:
+    """Load the weights and biases of a norm in float32; without biases, the weights take their place."""
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = scale
+    if BIAS:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift
 
 
 @jit
 def normalised(
     value: Value,
     scale: Value,
-    bias: Value,
+    shift: Value,
     inside: Value,
     columns: Value,
     eps: Value,
@@ -278,7 +289,7 @@ def normalised(
     WIDE: constexpr,
     CENTRED: constexpr,
 ) -> Value:
-    """Normalise the values of one row; `scale` are the weights in float32, `bias` points to the biases."""
+    """Normalise the values of one row; `scale` and `shift` are the weights and the biases in float32."""
     wide = value.to(tl.float32)
     if CENTRED:
         wide = tl.where(inside, wide - tl.sum(wide, 0) / columns, 0.0)
@@ -286,7 +297,7 @@ def normalised(
     if WIDE:
         result = wide * (scale + OFFSET)
         if BIAS:
-            result += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+            result += shift
     else:
         result = wide.to(value.dtype).to(tl.float32) * scale
     return result.to(value.dtype)

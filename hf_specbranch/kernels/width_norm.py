@@ -100,5 +100,5 @@ def _width_kernel(
     wait_for_dependencies(PDL)
     value = sum_partials(x + place, partial_stride, inside, out.dtype.element_ty, SPLITS)
     if part < 2:
-        value = normalised(value, scale, weight, inside, size, eps, False, OFFSET, WIDE, CENTRED)
+        value = normalised(value, scale, scale, inside, size, eps, False, OFFSET, WIDE, CENTRED)
     tl.store(out + place, value, mask=inside)
