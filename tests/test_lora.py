@@ -233,6 +233,7 @@ CASES = (  # columns and first column of each layer with an adapter, of 136 colu
     ((70, 33, 33), (0, 70, 103), 3, 16),
     ((70, 33), (0, 103), 20, 5),
     ((33,), (70,), 1, 40),
+    ((70, 33, 33), (0, 70, 103), 1, 20),
 )
 adapter_dtypes = st.sampled_from([torch.float32, DTYPES[-1]])
 
@@ -255,6 +256,7 @@ def operands(case, dtype, adapter_dtype, biased, depth=1280):
 @example(torch.float16, torch.float32, CASES[0], False, 2)
 @example(torch.float16, torch.float16, CASES[1], True, 1)
 @example(torch.float16, torch.float32, CASES[2], True, 8)
+@example(torch.float16, torch.float32, CASES[3], False, 2)
 def test_kernel_lora(dtype, adapter_dtype, case, biased, splits):
     asked, plan = operands(case, dtype, adapter_dtype, biased), Plan(splits, 3)
     assert lora_fits(*asked, plan)
@@ -270,7 +272,7 @@ def test_kernel_lora(dtype, adapter_dtype, case, biased, splits):
 @given(st.sampled_from(DTYPES[1:]), adapter_dtypes, st.booleans(), st.sampled_from(["silu", "gelu_tanh"]))
 @example(torch.float16, torch.float32, True, "silu")
 def test_kernel_lora_gated(dtype, adapter_dtype, biased, activation):
-    for case in (((68, 68), (0, 68), 3, 16), ((68,), (68,), 20, 8)):
+    for case in (((68, 68), (0, 68), 3, 16), ((68,), (68,), 20, 8), ((68, 68), (0, 68), 1, 33)):
         asked = operands(case, dtype, adapter_dtype, biased)
         expected = gated_reference(lora_reference(*asked), activation)
         assert_close(lora_gated_product(*asked, Plan(1, 3), activation), expected)

@@ -1,7 +1,7 @@
 """y = x W^T + scale * (x A^T) B^T for a few rows of x: low-rank adapters in the epilogue of the product.
 
-One small kernel computes x A^T for all layers that read x, with a split inner dimension. The product kernel sums these
-partials and adds their product with its rows of B.
+One small kernel computes x A^T for all layers that read x, with a split inner dimension. The product kernel loads its
+rows of B before it multiplies x by W. Then it sums the partials of x A^T and adds their product with B.
 
 Both run at the same time. The small kernel lets the next one start when x is complete, and the product kernel waits for
 the small one only after it has multiplied x by W.
@@ -19,7 +19,6 @@ from .backend import (
     can_run,
     constexpr,
     dependent_launch,
-    jit,
     launch_dependents,
     tl,
     triton,
@@ -35,7 +34,7 @@ from .low_rank import (
     epilogue_arguments,
     epilogue_constants,
     inner_product,
-    prefetch_term,
+    load_terms,
 )
 
 MOST_RANK = 64
@@ -115,31 +114,6 @@ def lora_gated_reference(
     return gated_reference(lora_reference(x, weight, bias, terms), activation)
 
 
-@jit
-def _prefetch_terms(
-    up_0: Value,
-    start_0: Value,
-    end_0: Value,
-    up_1: Value,
-    start_1: Value,
-    end_1: Value,
-    up_2: Value,
-    start_2: Value,
-    end_2: Value,
-    strip: Value,
-    rank: Value,
-    TERMS: constexpr,
-    PDL: constexpr,
-) -> None:
-    """Prefetch the rows of B of all terms."""
-    if PDL:
-        prefetch_term(up_0, start_0, end_0, strip, rank)
-        if TERMS > 1:
-            prefetch_term(up_1, start_1, end_1, strip, rank)
-        if TERMS > 2:
-            prefetch_term(up_2, start_2, end_2, strip, rank)
-
-
 @varying("rows")
 def _lora_product_kernel(
     x: Value,
@@ -167,8 +141,11 @@ def _lora_product_kernel(
     rank: Value,
     BIAS: constexpr,
     TERMS: constexpr,
+    GROUP: constexpr,
     PARTIALS: constexpr,
+    POWER: constexpr,
     RANK: constexpr,
+    ONE_ROW: constexpr,
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
@@ -182,13 +159,18 @@ def _lora_product_kernel(
     strip = tl.minimum(column, columns - 1)  # the last strip may exceed the edge
     if BIAS:
         added = tl.load(bias + strip, mask=(column >= 0) & (split == 0), other=0.0)
-    _prefetch_terms(up_0, start_0, end_0, up_1, start_1, end_1, up_2, start_2, end_2, strip, rank, TERMS, PDL)
+    ours = tl.where(split == 0, strip, -1)  # one of the partials has the terms
+    weights = load_terms(
+        up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2, ours, rank,
+        0, TERMS, GROUP, RANK, STRIP,
+    )  # fmt: skip
     result = streamed(x, weight, strip, begin, end, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL=False)
     wait_for_dependencies(PDL)
-    result = add_terms(  # to one of the partials
-        result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
-        tl.where(split == 0, strip, -1), rows, rank, TERMS, PARTIALS, RANK, ROWS,
-    )  # fmt: skip
+    if split == 0:
+        result = add_terms(
+            result, weights, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2,
+            start_2, end_2, ours, rows, rank, TERMS, GROUP, PARTIALS, POWER, RANK, ROWS, STRIP, ONE_ROW,
+        )  # fmt: skip
     if BIAS:
         result += added.to(tl.float32)[:, None]
     row = tl.arange(0, ROWS)
@@ -225,8 +207,11 @@ def _lora_gated_kernel(
     BIAS: constexpr,
     TANH: constexpr,
     TERMS: constexpr,
+    GROUP: constexpr,
     PARTIALS: constexpr,
+    POWER: constexpr,
     RANK: constexpr,
+    ONE_ROW: constexpr,
     ROWS: constexpr,
     STRIP: constexpr,
     BLOCK: constexpr,
@@ -239,12 +224,15 @@ def _lora_gated_kernel(
     strip = column + place // HALF * size  # the gate's rows, then the up projection's for the same columns
     if BIAS:
         added = tl.load(bias + strip)
-    _prefetch_terms(up_0, start_0, end_0, up_1, start_1, end_1, up_2, start_2, end_2, strip, rank, TERMS, PDL)
+    weights = load_terms(
+        up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2, strip, rank,
+        0, TERMS, GROUP, RANK, STRIP,
+    )  # fmt: skip
     result = streamed(x, weight, strip, 0, depth // BLOCK, rows, x_row, weight_row, ROWS, STRIP, BLOCK, PDL=False)
     wait_for_dependencies(PDL)
     result = add_terms(
-        result, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2, end_2,
-        strip, rows, rank, TERMS, PARTIALS, RANK, ROWS,
+        result, weights, inner, up_0, scale_0, start_0, end_0, up_1, scale_1, start_1, end_1, up_2, scale_2, start_2,
+        end_2, strip, rows, rank, TERMS, GROUP, PARTIALS, POWER, RANK, ROWS, STRIP, ONE_ROW,
     )  # fmt: skip
     if BIAS:
         result += added.to(tl.float32)[:, None]
