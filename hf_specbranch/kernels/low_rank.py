@@ -25,7 +25,8 @@ from .backend import (
 )
 
 MOST_TERMS = 3  # layers with adapters in one product: q, k and v
-_BLOCK = 512  # columns of A per program, in registers
+_ELEMENTS = 1 << 14  # of A per program at most, in registers
+_BLOCK = 512  # columns of A per program at most
 _ROWS = 8  # of x that have programs of their own; these multiply further ones in turn
 _WIDTH = 64  # elements of a row of B that are loaded before the product with W, in registers
 
@@ -42,12 +43,14 @@ class LowRank(NamedTuple):
 def inner_product(flat: Tensor, terms: LowRank) -> Tensor:
     """Return the partials [S, rows, T, R] of x A^T for each term, in float32; R is the rank, padded with zeros."""
     (rows, depth), (rank, count) = flat.shape, (terms.downs[0].shape[0], len(terms.downs))
-    padded, splits = power_of_two(rank, 16), triton.cdiv(depth, _BLOCK)
+    padded = power_of_two(rank, 16)
+    block = min(_BLOCK, _ELEMENTS // padded)
+    splits = triton.cdiv(depth, block)
     inner = flat.new_empty((splits, rows, count, padded), dtype=torch.float32)
     first = terms.downs[0]
     _inner_kernel[(count, splits, min(rows, _ROWS))](
         flat, *terms.downs, *[first] * (MOST_TERMS - count), inner, rows, rank, depth, flat.stride(0),
-        RANK=padded, BLOCK=_BLOCK, num_warps=8 if padded <= 32 else 16, **dependent_launch(flat.device, late=True),
+        RANK=padded, BLOCK=block, num_warps=8, **dependent_launch(flat.device, late=True),
     )  # fmt: skip
     return inner
 
