@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import autotune
-from .autotune import Kind, gpu_and_versions, name_of, seconds_of_each, unit_norm
+from .autotune import Kind, gpu_and_versions, name_of, seconds_of_each, unit_norm, without_versions
 from .backend import HALF_PRECISION
 from .few_rows import few_rows
 from .linear import Plan
@@ -39,17 +39,22 @@ class _Fused:
 
 
 def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
-    """Return the fastest plan for one launch over one row of x; None where there is none, and for wide weights.
+    """Return the fastest plan for one launch over one row of x; None where there is none.
+
+    Only narrow weights are measured. Wider ones have the plans that are shipped, of models in which they were faster:
+    what a product takes alone says little of what it takes in their layers.
 
     Args:
         weight: [N, K].
         kind: "normed", "normed-gated", or "whole" for a product to which a residual is added.
         find_weights: returns all weights of this shape; called only if something is measured.
     """
-    if not weight.is_cuda or weight.dtype not in HALF_PRECISION or min(weight.shape) > WIDEST:
+    if not weight.is_cuda or weight.dtype not in HALF_PRECISION:
         return None
     columns, depth = weight.shape
     key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|1 rows|{columns}x{depth}|{kind}"
+    if min(weight.shape) > WIDEST:
+        return autotune.plans.shipped.get(without_versions(key))
     found, plan = autotune.plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
