@@ -110,7 +110,8 @@ def test_tiles_refuse_what_they_cannot_compute(monkeypatch):
     assert not fits(x.float(), packed, None, ONE)  # tensor cores take half precision
     assert not fits(randn(MOST_ROWS + 1, 256, dtype=torch.float16), packed, None, ONE)
     assert not any(fits(x, packed, None, plan) for plan in (*PLANS, *GEMV_PLANS))
-    assert not fits(randn(1, 257, dtype=torch.float16)[:, 1:], packed, None, ONE)  # words of two elements
+    assert not fits(randn(1, 257, dtype=torch.float16)[:, 1:], packed, None, ONE)
+    assert not fits(randn(1, 258, dtype=torch.float16)[:, 2:], packed, None, ONE)  # loads of eight elements
     assert not kernel_takes(packed._replace(data=packed.data.T.contiguous().T))
     for kind, depth, group in (("int8", 256, 128), ("symmetric", 256, 32), ("mxfp4", 256, 128), ("float8", 192, 192)):
         assert not kernel_takes(random_packed(kind, 16, depth, group, torch.float16, DEVICE)[0]), kind
@@ -127,9 +128,14 @@ def test_plans_of_few_rows():
     assert set(few_rows_plans(two, packed, None)) == set(tile_plans(two, packed))
     assert {plan.warps for plan in tile_plans(one, packed)} == {1, 2, 4}
     assert set(few_rows_plans(one, packed, None)) < set(candidate_plans(one, [Operands([packed], [None])], "whole"))
-    wide, _ = random_packed("float8", WIDEST + 128, WIDEST + 128, 128, torch.float16, DEVICE)
-    x = randn(2, WIDEST + 128, dtype=torch.float16)
-    assert not tile_plans(x, wide) and set(few_rows_plans(x, wide, None)) <= set(GEMV_PLANS)
+    for rows in (1, 2):  # wide layers: tiles alone with 4 bits, and none with others
+        x, (wide, narrow) = randn(rows, WIDEST + 128, dtype=torch.float16), (WIDEST + 128, 16)
+        four_bits, eight_bits = (
+            random_packed(kind, wide, wide, 128, torch.float16, DEVICE)[0] for kind in ("symmetric", "float8")
+        )
+        assert not tile_plans(x, eight_bits) and set(few_rows_plans(x, eight_bits, None)) <= set(GEMV_PLANS)
+        assert few_rows_plans(x, four_bits, None) == tile_plans(x, four_bits) != []
+        assert tile_plans(x, random_packed("float8", narrow, wide, 128, torch.float16, DEVICE)[0])
     long, _ = random_packed("float8", 16, 28672, 128, torch.float16, DEVICE)
     for rows in (1, 2, 4, 8):
         plans = tile_plans(randn(rows, 28672, dtype=torch.float16), long)

@@ -84,11 +84,11 @@ def references_only() -> Iterator[None]:
         _references_only.reset(before)
 
 
-EARLY, LATE = 1, 2  # values of PDL; 0: without
+EARLY, LATE, AT_END = 1, 2, 3  # values of PDL; 0: without
 
 
 @lru_cache
-def dependent_launch(device: torch.device, late: bool = False) -> dict[str, bool | int]:
+def dependent_launch(device: torch.device, late: bool = False, at_end: bool = False) -> dict[str, bool | int]:
     """Return the launch options for programmatic dependent launch (PDL), where the GPU has it (compute capability 9).
 
     The next kernel is then set up while this one still runs. A kernel calls `launch_dependents` first, and
@@ -98,9 +98,11 @@ def dependent_launch(device: torch.device, late: bool = False) -> dict[str, bool
         device: of the kernel.
         late: the next kernel may start only after this one has waited. Then it can read, before it waits itself, what
             all kernels before this one have written.
+        at_end: the next kernel may start only when all programs of this one have ended. It is set up before that, but
+            takes no registers from a kernel that needs those of whole multiprocessors.
     """
     supported = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": LATE if late else EARLY, "launch_pdl": True} if supported else {"PDL": 0}
+    return {"PDL": AT_END if at_end else LATE if late else EARLY, "launch_pdl": True} if supported else {"PDL": 0}
 
 
 @jit

@@ -139,7 +139,7 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.stride(-1) == 1
-        and _aligned(x)
+        and aligned(x)
         and kernel_takes(weight)
     )
 
@@ -156,10 +156,10 @@ def kernel_takes(weight: Packed) -> bool:
 
 def takes_norm(norm: Norm) -> bool:
     """Return whether a product can compute a norm of its input: RMSNorm without a bias."""
-    return not norm.form.centred and norm.bias is None and _aligned(norm.weight)
+    return not norm.form.centred and norm.bias is None and aligned(norm.weight)
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Return whether each row begins at an address that whole loads can be made from."""
     rows = x.stride(-2) * x.element_size() if x.ndim > 1 else 0
     return x.data_ptr() % BYTES_PER_LOAD == rows % BYTES_PER_LOAD == 0

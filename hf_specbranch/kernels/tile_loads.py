@@ -74,10 +74,11 @@ def load_rows(
         span = first + i * WARPS
         given = (span * 128 < depth) & (tile < tiles)
         place = span * (4 * BITS) + q * 4
-        one, two = load_words(upper_data + place, given, PLAIN), load_words(lower_data + place, given, PLAIN)
+        one = load_words(upper_data + place, given, False, PLAIN)
+        two = load_words(lower_data + place, given, False, PLAIN)
         for load in tl.static_range(16, 4 * BITS, 16):
-            one += load_words(upper_data + place + load, given, PLAIN)
-            two += load_words(lower_data + place + load, given, PLAIN)
+            one += load_words(upper_data + place + load, given, False, PLAIN)
+            two += load_words(lower_data + place + load, given, False, PLAIN)
         words += ((one, two),)
         group = span * 0
         if GROUP > 0:
@@ -137,14 +138,26 @@ def load_right(
     SPANS: constexpr,
     PLAIN: constexpr,
 ) -> Value:
-    """Load what a thread has of the right operands, from span `first` of a row on: two words for each register."""
+    """Load what a thread has of the right operands, from span `first` of a row on: two words for each register.
+
+    Two tiles in turn take four consecutive words of x. With several rows a thread has both: one load in place of four.
+    """
+    SHARE: tl.constexpr = 8 // ROWS  # tiles, or with several rows pairs of tiles, that share a register
     parts: Value = ()
-    for register in tl.static_range(SPANS * ROWS):
-        tile = register * (8 // ROWS) + g // ROWS
-        span = first + tile // 8 * WARPS
-        place = x + span * 64 + first_column(tile % 8, q, BITS) // 2
+    for i in tl.static_range(SPANS):
+        span = first + i * WARPS
         given = span * 128 < depth
-        parts += ((load_here(place, given, PLAIN), load_here(place + (2 if BITS == 4 else 1), given, PLAIN)),)
+        if ROWS == 1:
+            place = x + span * 64 + first_column(g, q, BITS) // 2
+            parts += ((load_here(place, given, PLAIN), load_here(place + (2 if BITS == 4 else 1), given, PLAIN)),)
+        else:
+            for k in tl.static_range(ROWS // 2):
+                tile = 2 * (k * SHARE + g // ROWS)
+                place = x + span * 64 + first_column(tile, q, BITS) // 2
+                one, two, three, four = load_words(place, given, True, PLAIN)
+                if BITS == 4:
+                    two, three = three, two
+                parts += ((one, two), (three, four))
     return parts
 
 
@@ -186,8 +199,9 @@ def load_edges(
 
 
 @jit
-def load_words(pointers: Value, given: Value, PLAIN: constexpr) -> Value:
-    """Load four consecutive words from each pointer, or zeros, here and not later, without keeping them in L1."""
+def load_words(pointers: Value, given: Value, KEEP: constexpr, PLAIN: constexpr) -> Value:
+    """Load four consecutive words from each pointer, or zeros, here and not later. L1 keeps them only if KEEP."""
+    WHERE: tl.constexpr = "" if KEEP else ".L1::no_allocate"
     if PLAIN:
         return (
             tl.load(pointers, mask=given, other=0), tl.load(pointers + 1, mask=given, other=0),
@@ -196,7 +210,7 @@ def load_words(pointers: Value, given: Value, PLAIN: constexpr) -> Value:
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-            " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+            f" @p ld.global{WHERE}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}",
             "=&r,=&r,=&r,=&r,l,r", (pointers.to(tl.int64), given.to(tl.int32)),
             (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip

@@ -154,7 +154,7 @@ def product_of_spans(
 ) -> Value:
     """Multiply the spans of a tile that a warp has."""
     BFLOAT16: tl.constexpr = BITS == 16 and not FLOAT16
-    SHARE: tl.constexpr = 8 // ROWS  # tiles whose right operands are in one register
+    SHARE: tl.constexpr = 8 // ROWS  # tiles, or with several rows pairs of tiles, that share a register
     none = begin[0][0] * 0.0
     total = none, none, none, none
     for i in tl.static_range(SPANS):
@@ -167,9 +167,13 @@ def product_of_spans(
                 above, below = values[i][0][1], values[i][1][1]
                 sums = one - above * x_one, two - above * x_two, one - below * x_one, two - below * x_two
         for tile in tl.static_range(8):
-            first, second = right[(i * 8 + tile) // SHARE]
+            if ROWS == 1:
+                first, second = right[i]
+                own = g == tile
+            else:
+                first, second = right[i * ROWS + tile // 2 // SHARE * 2 + tile % 2]
+                own = g // ROWS == tile // 2 % SHARE
             if SHARE > 1:
-                own = g // ROWS == tile % SHARE
                 first, second = tl.where(own, first, 0), tl.where(own, second, 0)
             left = elements_of_tile(upper, lower, base, tile, BITS, PLAIN)
             sums = multiply_tile(sums, left, (first, second), BFLOAT16, WARPS, PLAIN)

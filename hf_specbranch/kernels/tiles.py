@@ -36,6 +36,7 @@ from .backend import (
     zero_after_wait,
 )
 from .gated import Activation, apply_gate
+from .gemv import aligned
 from .gemv_loads import store_one
 from .gemv_words import BYTES_PER_LOAD, format_of
 from .linear import Plan
@@ -56,10 +57,15 @@ from .tile_sums import (
 
 MOST_ROWS = 8
 WARPS = (1, 2, 4, 8, 16)
-# The smaller side of a weight. Timed alone, larger products are faster by tiles too. But in their layers they were
-# slower on an H200: one token took 6% longer with Llama-3.2-1B (2,048 wide) and 15% with SmolLM3-3B (2,048), and a step
-# over four tokens of an FP8 copy of Llama-3.2-1B 13%. With Qwen2.5-0.5B (896) they took 9% to 20% less time.
+# The smaller side of a weight, unless its elements have 4 bits. Timed alone, larger products are faster by tiles too.
+# But in their layers they were slower on an H200: one token took 6% longer with Llama-3.2-1B (2,048 wide) and 15% with
+# SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. With Qwen2.5-0.5B (896) they took
+# 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles are faster in wide layers too.
 WIDEST = 1024
+# In wide layers: registers that a thread may have, by the warps of a program, so that three programs or two run on a
+# multiprocessor at a time; and how many operands it may have then. With more of these it would keep some in memory.
+MOST_REGISTERS = {4: 160, 8: 128}
+MOST_OPERANDS = 80
 # Registers of a thread for W: all spans at once, or with those of the next tile or step beside them; and for x.
 MOST_WORDS, MOST_WORDS_TWICE, MOST_STATES = 112, 64, 64
 
@@ -97,7 +103,7 @@ def tile_product(
     _tile_kernel[(programs,)](
         *arguments, out if bias is None else bias, added, out, columns, added.stride(0), tiles,
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh",
-        LOOP=programs < tiles, **constants, **dependent_launch(flat.device),
+        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, at_end=is_wide(weight)),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -121,12 +127,36 @@ def kernel_arguments(
         **dict(STEPS=triton.cdiv(_needed(depth, plan.warps), plan.spans)),
         **dict(PLAIN=not flat.is_cuda, num_warps=plan.warps),
     }
+    if is_wide(weight) and (most := _most_registers(plan, form.BITS, constants["ROWS"])) is not None:
+        constants["maxnreg"] = most
     return (words, data, scale, zero, gain, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
+
+
+def _most_registers(plan: Plan, bits: int, rows: int) -> int | None:
+    """Return how many registers a thread may have; None: as many as the compiler takes."""
+    few = 2 * plan.spans * (bits + rows) <= MOST_OPERANDS
+    shared = plan.warps == 8 if plan.stages else few  # programs that take tile after tile should all run at once
+    return MOST_REGISTERS.get(plan.warps) if shared else None
+
+
+def is_wide(weight: Packed) -> bool:
+    """Return whether the programs of a product fill all multiprocessors.
+
+    The next kernel starts only when they have ended then: one token of Llama-3.1-8B with 4 bits took 1.93 ms on an
+    H200, and 2.22 ms if it could start at once. Most likely its programs take registers that some programs of this
+    kernel need, which then run after all others.
+    """
+    return min(weight.shape) > WIDEST
+
+
+def pays(weight: Packed) -> bool:
+    """Return whether tiles may be the fastest in layers with such a weight: narrow ones, or any with 4 bits."""
+    return not is_wide(weight) or format_of(weight).BITS == 4
 
 
 def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
     """Return the plans that may be the fastest for products with this weight; none if they do not pay in its layers."""
-    if min(weight.shape) > WIDEST:
+    if not pays(weight):
         return []
     (columns, depth), bits = weight.shape, format_of(weight).BITS
     tiles = triton.cdiv(columns, ROWS_OF_W)
@@ -141,10 +171,10 @@ def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
         if words <= MOST_WORDS_TWICE:
             in_turn = [programs for programs in (2, 4) if tiles > programs * multiprocessors(x.device)]
             plans += [Plan(1, programs, ROWS_OF_W, warps, spans) for programs in in_turn]
+    most = min(MOST_WORDS_TWICE // (4 * bits), MOST_STATES // (4 * rows))
     for warps in (4, 8, 16):
-        spans = min(MOST_WORDS_TWICE // (4 * bits), MOST_STATES // (4 * rows))
-        if _needed(depth, warps) > spans:
-            plans.append(Plan(1, 0, ROWS_OF_W, warps, spans))
+        in_steps = [spans for spans in (most, most // 2) if 0 < spans < _needed(depth, warps)]
+        plans += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in in_steps]
     return [plan for plan in plans if fits(x, weight, None, plan)]
 
 
@@ -164,9 +194,8 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and weight.data.device == x.device
         and 0 < x.numel() <= MOST_ROWS * depth
         and x.stride(-1) == 1
-        and x.data_ptr() % 4 == 0
+        and aligned(x)
         and depth % DEPTH == 0
-        and (x.ndim == 1 or x.stride(-2) % 2 == 0)
         and kernel_takes(weight)
         and (weight.code != "dense" or weight.data.dtype == x.dtype)
     )
