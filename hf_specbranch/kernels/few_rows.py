@@ -36,10 +36,10 @@ def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]
     """Return the plans that may be the fastest.
 
     For two rows and more, tiles were faster than the other kernel in all products of three models on an H200, but for
-    one that took 1% longer. For one row either may be. Not every weight has plans for tiles. In wide layers they are
-    only fast among each other (`tiles.is_wide`), so no product of such a layer takes the other kernel.
+    one that took 1% longer. For one row either may be. Not every weight has plans for tiles. With 4 bits in wide
+    layers they are only fast among each other, so no product of such a layer takes the other kernel.
     """
     by_tiles = tiles.tile_plans(x, weight)
-    if by_tiles and (x.numel() > x.shape[-1] or tiles.is_wide(weight)):
+    if by_tiles and (x.numel() > x.shape[-1] or tiles.runs_alone(weight)):
         return by_tiles
     return [*by_tiles, *(plan for plan in gemv.GEMV_PLANS if gemv.fits(x, weight, bias, plan))]

@@ -58,12 +58,13 @@ from .tile_sums import (
 MOST_ROWS = 8
 WARPS = (1, 2, 4, 8, 16)
 # The smaller side of a weight, unless its elements have 4 bits. Timed alone, larger products are faster by tiles too.
-# But in their layers they were slower on an H200: one token took 6% longer with Llama-3.2-1B (2,048 wide) and 15% with
-# SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. With Qwen2.5-0.5B (896) they took
-# 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles are faster in wide layers too.
+# But in their layers they were slower on an H200, by plans chosen alone: one token took 6% longer with Llama-3.2-1B
+# (2,048 wide) and 15% with SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. With
+# Qwen2.5-0.5B (896) they took 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles
+# are faster in wide layers too.
 WIDEST = 1024
-# In wide layers: registers that a thread may have, by the warps of a program, so that three programs or two run on a
-# multiprocessor at a time; and how many operands it may have then. With more of these it would keep some in memory.
+# For products that run alone: registers that a thread may have, by the warps of a program, so that three programs or
+# two run on a multiprocessor at a time; and how many operands it may have then. With more it would keep some in memory.
 MOST_REGISTERS = {4: 160, 8: 128}
 MOST_OPERANDS = 80
 # Registers of a thread for W: all spans at once, or with those of the next tile or step beside them; and for x.
@@ -103,7 +104,7 @@ def tile_product(
     _tile_kernel[(programs,)](
         *arguments, out if bias is None else bias, added, out, columns, added.stride(0), tiles,
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh",
-        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, at_end=is_wide(weight)),
+        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, at_end=runs_alone(weight)),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -127,7 +128,7 @@ def kernel_arguments(
         **dict(STEPS=triton.cdiv(_needed(depth, plan.warps), plan.spans)),
         **dict(PLAIN=not flat.is_cuda, num_warps=plan.warps),
     }
-    if is_wide(weight) and (most := _most_registers(plan, form.BITS, constants["ROWS"])) is not None:
+    if runs_alone(weight) and (most := _most_registers(plan, form.BITS, constants["ROWS"])) is not None:
         constants["maxnreg"] = most
     return (words, data, scale, zero, gain, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
 
@@ -139,24 +140,19 @@ def _most_registers(plan: Plan, bits: int, rows: int) -> int | None:
     return MOST_REGISTERS.get(plan.warps) if shared else None
 
 
-def is_wide(weight: Packed) -> bool:
-    """Return whether the programs of a product fill all multiprocessors.
+def runs_alone(weight: Packed) -> bool:
+    """Return whether the next kernel starts only when a product with this weight has ended: 4 bits in wide layers.
 
-    The next kernel starts only when they have ended then: one token of Llama-3.1-8B with 4 bits took 1.93 ms on an
-    H200, and 2.22 ms if it could start at once. Most likely its programs take registers that some programs of this
-    kernel need, which then run after all others.
+    Its programs fill all multiprocessors. One token of Llama-3.1-8B with 4 bits took 1.93 ms on an H200, and 2.22 ms if
+    the next kernel could start at once. Most likely its programs take registers that some programs of this kernel need,
+    which then run after all others.
     """
-    return min(weight.shape) > WIDEST
-
-
-def pays(weight: Packed) -> bool:
-    """Return whether tiles may be the fastest in layers with such a weight: narrow ones, or any with 4 bits."""
-    return not is_wide(weight) or format_of(weight).BITS == 4
+    return min(weight.shape) > WIDEST and format_of(weight).BITS == 4
 
 
 def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
     """Return the plans that may be the fastest for products with this weight; none if they do not pay in its layers."""
-    if not pays(weight):
+    if min(weight.shape) > WIDEST and not runs_alone(weight):
         return []
     (columns, depth), bits = weight.shape, format_of(weight).BITS
     tiles = triton.cdiv(columns, ROWS_OF_W)
