@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from hf_specbranch.kernels.few_rows import few_rows, few_rows_plans
+from hf_specbranch.kernels.attention import attend_in_splits, attend_reference
+from hf_specbranch.kernels.combine import MOST_FOR_PRODUCT, SplitHeads, combine_reference, combined
+from hf_specbranch.kernels.few_rows import combines, few_rows, few_rows_plans
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
@@ -12,6 +14,7 @@ from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
 from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.kernels.rotary import Slots, rotary
+from hf_specbranch.kernels.spans import SPANS
 from hf_specbranch.kernels.tiles import MOST_ROWS, WIDEST, fits, kernel_takes, tile_plans, tile_product
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
@@ -196,3 +199,68 @@ def test_tiles_take_states_of_any_size(scale):
     got = tile_product(x, packed, None, ONE)
     exact = x.double() @ dense.double().to(DEVICE).T
     assert (got.double() - exact).norm() <= 0.01 * exact.norm()
+
+
+@where_triton_runs
+@pytest.mark.parametrize(("heads", "shared", "size", "length", "plan"), [
+    (4, 2, 64, 300, Plan(1, 0, 16, 2, 1)), (2, 1, 128, 1, Plan(1, 0, 16, 1, 2)), (4, 1, 96, 1300, Plan(1, 1, 16, 2, 2)),
+    (2, 1, 64, 90, Plan(1, 0, 16, 4, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("seen", ["text", "text and sinks", "nothing"])
+def test_tiles_combine_the_splits_of_attention(monkeypatch, heads, shared, size, length, plan, seen):
+    """They compute what they compute from combined heads. Splits that are not in use hold anything."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("hf_specbranch.kernels.attention.multiprocessors", lambda device: 16)
+    weight, _ = random_packed("dense", 72, heads * size, 128, torch.float16, DEVICE)
+    query = randn(1, heads, 1, size, dtype=torch.float16)
+    key, value = randn(2, 1, shared, length + 20, size, dtype=torch.float16)
+    span = [0, 0, 0, 0] if seen == "nothing" else [length // 30, length, length + 5, length + 7]
+    spans = torch.tensor([[[span]]], dtype=SPANS, device=DEVICE)
+    sinks = randn(heads, dtype=torch.float16) if seen == "text and sinks" else None
+    given = query, key, value, spans, size**-0.5, None, sinks
+    in_splits = attend_in_splits(*given, for_product=True)
+    assert isinstance(in_splits, SplitHeads) and combines(in_splits, weight, plan)
+    expected_heads = attend_reference(*given).flatten(2)
+    used = splits_used(spans, in_splits)
+    assert_close(combine_reference(in_splits, torch.tensor([used], device=DEVICE)), expected_heads)
+    in_splits.results[:, :, used:], in_splits.sums[..., used:] = torch.nan, torch.nan
+    whole = combined(in_splits)
+    assert_close(whole, expected_heads)
+    bias, residual = randn(72, dtype=torch.float16), randn(1, 1, 72, dtype=torch.float16)
+    got, expected = (few_rows(x, weight, bias, plan, residual=residual) for x in (in_splits, whole))
+    assert_close(got, expected)
+
+
+def splits_used(spans, heads):
+    """Return how many splits are in use, as the kernels do."""
+    first, end, own, own_end = spans.flatten().tolist()
+    blocks = 0 if end == 0 else -(-max(end, own_end) // heads.block) - min(first, own) // heads.block
+    return min(max(min(blocks, 64 // heads.least), -(-blocks // heads.least), 1), heads.sums.shape[3])
+
+
+@where_triton_runs
+def test_splits_that_a_product_leaves_to_the_kernel():
+    """Of several tokens, of quantised weights, of more splits, and for plans that do not keep x."""
+    plan = Plan(1, 0, 16, 2, 1)
+    weight, _ = random_packed("dense", 24, 256, 128, torch.float16, DEVICE)
+    float8, _ = random_packed("float8", 24, 256, 128, torch.float16, DEVICE)
+
+    def heads(queries, splits):
+        spans = torch.tensor([0, 64 * splits, 0, 0], dtype=SPANS, device=DEVICE).expand(1, 1, queries, 4)
+        results, sums = randn(1, queries, splits, 256), randn(1, queries, 4, splits)
+        return SplitHeads(results, sums, spans, 64, 2, torch.float16)
+
+    usual = heads(1, 3)
+    assert combines(usual, weight, plan) and not combines(usual._replace(spans=None), weight, plan)
+    left = [
+        (heads(2, 3), weight, plan),
+        (usual, float8, plan),
+        (heads(1, MOST_FOR_PRODUCT + 1), weight, plan),
+        (usual, weight, Plan(1, 0, 16, 1, 1)),
+        (usual, float8, GEMV_PLANS[0]),
+    ]
+    for x, packed, each in left:
+        assert not combines(x, packed, each)
+        residual = randn(*x.shape[:2], 24, dtype=torch.float16)
+        got = few_rows(x, packed, None, each, residual=residual)
+        assert_close(got, few_rows(x.combined(), packed, None, each, residual=residual))

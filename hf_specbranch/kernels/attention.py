@@ -1,9 +1,11 @@
 """Split attention (flash decoding): a few queries over a long cache, under any mask.
 
-The keys are split over many programs, so that one sequence fills the GPU. Each program writes a partial result (the
-largest score m, the sum of exponentials l, the weighted sum of values), and a second kernel combines them:
+The keys are split over many programs, so that one sequence fills the GPU. Each program writes the attention over its
+keys alone, out_s, and the logarithm of its sum of exponentials, l_s. What reads the result combines them:
 
-    out = sum_s exp(m_s - m) acc_s / (exp(sink - m) + sum_s exp(m_s - m) l_s),    m = max(sink, max_s m_s)
+    out = sum_s exp(l_s - l) out_s / sum_s exp(l_s - l),    l = max_s l_s
+
+A sink is a score without a value in the first split.
 
 The queries of all heads that share keys are the rows of one matrix product. What a query sees is given by spans
 (`spans.py`) or by a mask. Spans are read by the kernel, and nothing else depends on the length of the text: neither
@@ -30,8 +32,8 @@ from .backend import (
     wait_after,
 )
 from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
-from .combine import CHUNK, combine_kernel
-from .spans import SPANS, blocks_of_spans
+from .combine import MOST_FOR_PRODUCT, SplitHeads, combined
+from .spans import SPANS, blocks_of_spans, splits_in_use
 
 MOST_QUERIES = 64
 MOST_SPLITS = 64
@@ -39,6 +41,7 @@ BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
 # Stages of the pipeline. With three, two programs fit on a multiprocessor, so one loads while the other begins or ends.
 # With a mask, two blocks are in flight, since the position of a block is itself loaded.
 STAGES, STAGES_WITH_MASK = 3, 5
+LEAST, LEAST_FOR_PRODUCT = 2, 4  # blocks of a split where there are many; see `splits_in_use`
 PROGRAMS, PROGRAMS_WITH_MASK = 2, 1  # of a multiprocessor at a time, for which the keys are split
 
 
@@ -74,8 +77,30 @@ def attend(
         >>> attend(query, cache, cache, torch.ones(1, 1, 3, 100, dtype=torch.bool), scaling=0.125).shape
         torch.Size([1, 3, 4, 64])
     """
+    heads = attend_in_splits(query, key, value, mask, scaling, softcap, sinks, blocks)
+    return combined(heads).view(query.shape[0], query.shape[2], query.shape[1], -1)
+
+
+def attend_in_splits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    blocks: Blocks | None = None,
+    for_product: bool = False,
+) -> Tensor | SplitHeads:
+    """Compute attention for a reader that can combine splits. See `attend`.
+
+    `for_product`: the reader is a product that combines up to `MOST_FOR_PRODUCT` splits, each program all of them.
+
+    Returns:
+        [B, Q, Hq * D].
+    """
     if not fits(query, key, value, mask):
-        return attend_reference(query, key, value, mask, scaling, softcap, sinks)
+        return attend_reference(query, key, value, mask, scaling, softcap, sinks).flatten(2)
     rows, heads, queries, size = query.shape
     key_heads, slots = key.shape[1], key.shape[2]
     by_spans = mask is not None and mask.dtype == SPANS
@@ -91,32 +116,27 @@ def attend(
         listed, number, block = blocks
         most_blocks, at_a_time = listed.shape[1], PROGRAMS_WITH_MASK
     splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
-    out = query.new_empty((rows, queries, heads, size))
-    partial, scores = out, out
-    if splits > 1:
-        partial = query.new_empty((rows, heads, queries, splits, size), dtype=torch.float32)
-        scores = query.new_empty((2, rows, heads, queries, splits), dtype=torch.float32)
+    least = LEAST_FOR_PRODUCT if for_product and splits <= MOST_FOR_PRODUCT else LEAST
+    if splits == 1:  # there is nothing to combine
+        results = sums = query.new_empty((rows, queries, 1, heads * size))
+    else:
+        results = query.new_empty((rows, queries, splits, heads * size), dtype=torch.float32)
+        sums = query.new_empty((rows, queries, heads, splits), dtype=torch.float32)
     seen = query if mask is None else mask.expand(rows, -1, -1, -1)
     mask_strides = (0, 0) if mask is None else (seen.stride(0), seen.stride(2))
-    sink = sinks if sinks is not None else scores
     _split_kernel[(tiles, rows * key_heads, splits)](
-        query, key, value, seen, listed, number, partial, scores, scores[-1], sink,
+        query, key, value, seen, listed, number, results, sums, sums if sinks is None else sinks,
         scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, most_blocks,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=BY_SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
-        SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, SIZE=power_of_two(size, 16),
+        SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, LEAST=least, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
         num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK,
         **dependent_launch(query.device),
     )  # fmt: skip
-    if splits > 1:
-        width = power_of_two(size, 16)
-        combine_kernel[(queries, heads, rows)](
-            partial, scores, scores[1], sink, seen, out, size, splits, *mask_strides, SINKS=sinks is not None,
-            BY_SPANS=by_spans, BLOCK=block, CHUNK=CHUNK, SIZE=width, num_warps=max(1, CHUNK * width // 1024),
-            **dependent_launch(query.device),
-        )  # fmt: skip
-    return out
+    if splits == 1:
+        return results[:, :, 0]
+    return SplitHeads(results, sums, seen if by_spans else None, block, least, query.dtype)
 
 
 def attend_reference(
@@ -175,8 +195,7 @@ def _split_kernel(
     mask: Value,
     listed: Value,
     count: Value,
-    partial: Value,
-    maxima: Value,
+    results: Value,
     sums: Value,
     sinks: Value,
     scaling: Value,
@@ -206,6 +225,7 @@ def _split_kernel(
     WHOLE: constexpr,
     TILE: constexpr,
     BLOCK: constexpr,
+    LEAST: constexpr,
     SIZE: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -233,7 +253,8 @@ def _split_kernel(
         own_first = tl.load(masks + 2, mask=real[:, None], other=0, cache_modifier=".cg")
         own_end = tl.load(masks + 3, mask=real[:, None], other=0, cache_modifier=".cg")
         listed_first, number, last = blocks_of_spans(mask + row * mask_row, queries, mask_query, BLOCK)
-        if (split > 0) & (split >= number):
+        used = splits_in_use(number, splits, LEAST)
+        if split >= used:
             return
         near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
         near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
@@ -242,8 +263,9 @@ def _split_kernel(
             if number > 0:
                 prefetch(keys + near * key_slot + line)
                 prefetch(values + near * value_slot + line)
-        wait_after(row + shared + head + token + number, PDL)
+        wait_after(row + shared + head + token + used, PDL)
     else:
+        used = splits
         wait_after(row + shared + head + token, PDL)
         # The first block is loaded along with their number; if it is not one of those listed, the loop does not use it.
         number = tl.load(count + row)
@@ -253,7 +275,10 @@ def _split_kernel(
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
-    for turn in range(split, number, splits):
+    if SINKS:
+        sink = tl.load(sinks + shared * group + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
+    for turn in range(split, number, used):
         if MASK == 3:
             slot = (listed_first + turn) * BLOCK + tl.arange(0, BLOCK)
         else:
@@ -294,20 +319,11 @@ def _split_kernel(
         else:
             result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
         top = new_top
-    if WHOLE:  # there is nothing to combine
-        if SINKS:
-            sink = tl.load(sinks + shared * group + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-            highest_score = tl.maximum(top, sink)
-            rescale = tl.exp2(top - highest_score)
-            total = total * rescale + tl.exp2(sink - highest_score)
-            result = result * rescale[:, None]
-        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        heads = key_heads * group
-        place = ((row * queries + token) * heads + shared * group + head) * size
-        tl.store(partial + place[:, None] + lane[None, :], result.to(partial.dtype.element_ty), mask=inside_tile)
-    else:
-        before = (row * key_heads + shared) * group * queries * splits
-        target = packed * splits + split
-        tl.store(maxima + before + target, top, mask=real)
-        tl.store(sums + before + target, total, mask=real)
-        tl.store(partial + before * size + (target * size)[:, None] + lane[None, :], result, mask=inside_tile)
+    total = tl.where(total == 0.0, 1.0, total)
+    result = result / total[:, None]
+    heads = key_heads * group
+    token, head = row * queries + token, shared * group + head
+    place = ((token * splits + split) * heads + head) * size
+    tl.store(results + place[:, None] + lane[None, :], result.to(results.dtype.element_ty), mask=inside_tile)
+    if not WHOLE:
+        tl.store(sums + (token * heads + head) * splits + split, top + tl.log2(total), mask=real)

@@ -21,9 +21,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention import MOST_QUERIES, attend, attend_reference, fits
+from .attention import MOST_QUERIES, attend, attend_in_splits, attend_reference, fits
 from .backend import serves
 from .blocks import Blocks, blocks_in_use
+from .combine import SplitHeads, combined
 from .prefill_attention import attend_chunk
 from .spans import SPANS
 
@@ -60,7 +61,8 @@ def specbranch_attention(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dtype == SPANS:
-        return _attend_by_spans(query, key, value, attention_mask, scaling, softcap, s_aux), None
+        heads = combined(attend_by_spans(query, key, value, attention_mask, scaling, softcap, s_aux))
+        return heads.view(query.shape[0], query.shape[2], query.shape[1], -1), None
     compiling = torch.compiler.is_compiling()  # the compiler cannot trace our kernels
     if attention_mask is not None and dropout == 0 and not compiling and fits(query, key, value, attention_mask):
         blocks = _blocks(attention_mask, query, key)
@@ -76,7 +78,7 @@ def specbranch_attention(
     return attend_reference(query, key, value, attention_mask, scaling, softcap, s_aux), None
 
 
-def _attend_by_spans(
+def attend_by_spans(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,15 +86,20 @@ def _attend_by_spans(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory."""
+    for_product: bool = False,
+) -> Tensor | SplitHeads:
+    """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory.
+
+    Returns:
+        [B, Q, Hq * D], in splits where the reader has to combine any; see `attend_in_splits`.
+    """
     if (allowed := _allowed_keys.get()) is not None and key.untyped_storage().data_ptr() not in allowed:
         raise ValueError("the model computes keys from all of the cache, most of which may not be mapped to memory")
     if query.shape[2] > MOST_QUERIES:
-        return attend_chunk(query, key, value, spans, scaling, softcap, sinks)
+        return attend_chunk(query, key, value, spans, scaling, softcap, sinks).flatten(2)
     if serves(query.device) and not fits(query, key, value, spans):
         raise ValueError(f"the kernel cannot take queries {tuple(query.shape)} and values {tuple(value.shape)}")
-    return attend(query, key, value, spans, scaling, softcap, sinks)
+    return attend_in_splits(query, key, value, spans, scaling, softcap, sinks, for_product=for_product)
 
 
 _allowed_keys: ContextVar[set[int] | None] = ContextVar("allowed_keys", default=None)  # addresses of their memory

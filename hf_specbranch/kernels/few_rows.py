@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import gemv, tiles
+from .combine import MOST_FOR_PRODUCT, SplitHeads
 from .gated import Activation
 from .linear import Plan
 from .norm import Norm
@@ -14,7 +15,7 @@ MOST_ROWS = tiles.MOST_ROWS
 
 
 def few_rows(
-    x: Tensor,
+    x: Tensor | SplitHeads,
     weight: Packed,
     bias: Tensor | None,
     plan: Plan,
@@ -22,9 +23,18 @@ def few_rows(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute a product; see `gemv.gemv` and `tiles.tile_product`."""
-    product = tiles.tile_product if plan.spans > 0 else gemv.gemv
-    return product(x, weight, bias, plan, gate, norm, residual)
+    """Compute a product; see `gemv.gemv` and `tiles.tile_product`. Splits are combined if the kernel cannot."""
+    if isinstance(x, SplitHeads) and not combines(x, weight, plan):
+        x = x.combined()
+    if isinstance(x, SplitHeads) or plan.spans > 0:
+        return tiles.tile_product(x, weight, bias, plan, gate, norm, residual)
+    return gemv.gemv(x, weight, bias, plan, gate, norm, residual)
+
+
+def combines(x: SplitHeads, weight: Packed, plan: Plan) -> bool:
+    """Return whether the kernel of this plan takes splits of x as they are."""
+    rows, splits = x.sums.shape[0] * x.sums.shape[1], x.sums.shape[3]
+    return x.spans is not None and splits <= MOST_FOR_PRODUCT and tiles.combines(weight, plan, rows)
 
 
 def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:

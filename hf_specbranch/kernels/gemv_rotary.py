@@ -88,7 +88,7 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
         **dependent_launch(x.device, late=True),
     }
     if plan.spans > 0:
-        arguments, constants = tile_arguments(flat, weight, plan, norm)
+        arguments, constants = tile_arguments(flat, x.dtype, weight, plan, norm)
         tiles = triton.cdiv(weight.shape[0], ROWS_OF_W)
         rotary_tile_kernel[(tiles,)](
             *arguments, weight.data if bias is None else bias, *rotated, BIAS=bias is not None, **constants, **options

@@ -40,3 +40,14 @@ def blocks_of_spans(spans: Value, queries: Value, stride: Value, BLOCK: constexp
     highest = tl.maximum(tl.where(first < end, end, 0), tl.where(own_first < own_end, own_end, 0))
     before_first, last = tl.min(lowest, 0) // BLOCK, tl.max(highest, 0)
     return before_first, tl.cdiv(last, BLOCK) - before_first, last
+
+
+@jit
+def splits_in_use(number: Value, splits: Value, LEAST: constexpr) -> Value:
+    """Return how many of `splits` share a number of blocks.
+
+    Few blocks have a split each, more than 64 / LEAST of them are at least LEAST to a split: many splits take longer to
+    combine than they save.
+    """
+    used = tl.maximum(tl.minimum(number, 64 // LEAST), tl.cdiv(number, LEAST))
+    return tl.minimum(tl.maximum(used, 1), splits)

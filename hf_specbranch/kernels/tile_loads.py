@@ -191,8 +191,8 @@ def load_edges(
             place = residual + row * residual_row + column
             residuals += (
                 (
-                    load_here(place, (row < rows) & (column < columns), PLAIN),
-                    load_here(place + 8, (row < rows) & (column + 8 < columns), PLAIN),
+                    load_here(place, (row < rows) & (column < columns), PLAIN, True),
+                    load_here(place + 8, (row < rows) & (column + 8 < columns), PLAIN, True),
                 ),
             )
     return biases, residuals
@@ -217,28 +217,32 @@ def load_words(pointers: Value, given: Value, KEEP: constexpr, PLAIN: constexpr)
 
 
 @jit
-def load_here(pointers: Value, given: Value, PLAIN: constexpr) -> Value:
-    """Load single elements, or zeros, here and not later: the compiler may move `load_one` to where it is needed."""
+def load_here(pointers: Value, given: Value, PLAIN: constexpr, PAST_L1: constexpr = False) -> Value:
+    """Load single elements, or zeros, here and not later: the compiler may move `load_one` to where it is needed.
+
+    Before a wait L1 may hold old values of what is not constant: that must be loaded past it.
+    """
+    LEVEL: tl.constexpr = ".cg" if PAST_L1 else ""
     KIND: tl.constexpr = pointers.dtype.element_ty
     if PLAIN:
         return tl.load(pointers, mask=given, other=0)
     elif KIND.primitive_bitwidth == 64:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }", "=&l,l,r",
+            f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b64 $0, 0; @p ld.global{LEVEL}.b64 $0, [$1]; }}", "=&l,l,r",
             (pointers.to(tl.int64), given.to(tl.int32)), tl.int64, is_pure=False, pack=1,
         )  # fmt: skip
     elif KIND.primitive_bitwidth == 32:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }", "=&r,l,r",
+            f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global{LEVEL}.b32 $0, [$1]; }}", "=&r,l,r",
             (pointers.to(tl.int64), given.to(tl.int32)), tl.int32, is_pure=False, pack=1,
         ).to(KIND, bitcast=True)  # fmt: skip
     elif KIND.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global.b16 $0, [$1]; }", "=&h,l,r",
+            f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global{LEVEL}.b16 $0, [$1]; }}", "=&h,l,r",
             (pointers.to(tl.int64), given.to(tl.int32)), tl.int16, is_pure=False, pack=1,
         ).to(KIND, bitcast=True)  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global.u8 $0, [$1]; }", "=&h,l,r",
+            f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global{LEVEL}.u8 $0, [$1]; }}", "=&h,l,r",
             (pointers.to(tl.int64), given.to(tl.int32)), tl.int16, is_pure=False, pack=1,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .backend import Value, constexpr, jit, launch_dependents, tl, varying, wait_for_dependencies, zero_after_wait
 from .gemv_loads import store_one
-from .tile_loads import load_here, rows_of_tile
+from .tile_loads import load_here, load_right, rows_of_tile
 from .tile_sums import constants_of_tile, places, sums_of_tile
 
 
@@ -92,7 +92,7 @@ def rotary_tile_kernel(
     is_query, is_key = head < heads, (head >= heads) & (head < heads + shared)
     wait_for_dependencies(PDL)
     after = zero_after_wait(PDL)
-    _, g, _ = places(WARPS)
+    warp, g, q = places(WARPS)
     x += after + tl.minimum(g % ROWS, rows - 1) * x_row
     found: Value = ()
     angles: Value = ()
@@ -106,10 +106,11 @@ def rotary_tile_kernel(
         cosines = load_here(turn, given, PLAIN), load_here(turn + HEAD_HALF, given, PLAIN)
         sines = load_here(tilt, given, PLAIN), load_here(tilt + HEAD_HALF, given, PLAIN)
         angles += (cosines + sines,)
+    states = load_right(x, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
     sums, factors = sums_of_tile(
-        words, group, gain, tile, x, data, scale, zero, norm_weight, rows, depth, every, tiles, data_row, scale_n,
-        scale_k, zero_n, zero_k, eps, False, HEAD_HALF, NORM, OFFSET, FLOAT16, CODE, BITS, GROUP, SCALE_ROWS, ZEROS,
-        ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, STEPS, PLAIN,
+        words, group, gain, states, tile, x, data, scale, zero, norm_weight, rows, depth, every, tiles, data_row,
+        scale_n, scale_k, zero_n, zero_k, eps, False, HEAD_HALF, NORM, OFFSET, FLOAT16, CODE, BITS, GROUP, SCALE_ROWS,
+        ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, STEPS, PLAIN,
     )  # fmt: skip
     slot_stride = tl.where(is_query, 0, tl.where(is_key, keys_slot, values_slot))
     for odd in tl.static_range(2 if ROWS > 1 else 1):

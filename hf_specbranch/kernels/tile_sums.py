@@ -282,6 +282,7 @@ def sums_of_tile(
     words: Value,
     values: Value,
     gain: Value,
+    states: Value,
     tile: Value,
     x: Value,
     data: Value,
@@ -318,8 +319,8 @@ def sums_of_tile(
 ) -> Value:
     """Multiply a tile by x.
 
-    The first arguments are those of `constants_of_tile`; `x` points to the row of x that each thread has. Each step
-    loads the spans of the next one.
+    The first arguments are those of `constants_of_tile`, and of `load_right` for the first spans; `x` points to the row
+    of x that each thread has. Each step loads the spans of the next one.
 
     Returns:
         The sums of `sums_of_threads`, and the factors of `norm_factors`.
@@ -329,7 +330,6 @@ def sums_of_tile(
     none = warp.to(tl.float32) * 0.0
     square = none
     total = none, none, none, none
-    states = load_right(x, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
     for first in range(0, STEPS * SPANS * WARPS, SPANS * WARPS):
         next_words, next_values, next_gain, next_states = words, values, gain, states
         if STEPS > 1:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention_interface import specbranch_attention
+from ..kernels.attention_interface import attend_by_spans, specbranch_attention
+from ..kernels.combine import SplitHeads
 from ..kernels.gemv_rotary import Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
 from ..kernels.rotation import HALVES, ROTATIONS, Rotation
+from ..kernels.spans import SPANS
 from ..kernels.width_norm import norm_widths
 from .base import Arguments, Replacement, submodules
 from .norm import Ahead, looks_like_norm, parameters_of, shared_form
@@ -89,13 +91,27 @@ class AttentionForward(Replacement):
             key = turned
             if cache is not None:
                 key, value = cache.update(key, value, layer)
-        out, _ = specbranch_attention(
-            self.module, query, key, value, attention_mask, self.module.scaling, softcap=self.softcap, s_aux=self.sinks
-        )
-        if self.ahead.around is not None:
-            return self.output.added(out.flatten(2), self.ahead.around.residual), None
+        if (around := self.ahead.around) is not None:
+            heads = self._heads_to_add(query, key, value, attention_mask, self.output.combines_splits(hidden_states))
+            return self.output.added(heads, around.residual), None
+        out = self._attend(query, key, value, attention_mask)
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the heads [B, Q, Hq, D]."""
+        scaling, softcap, sinks = self.module.scaling, self.softcap, self.sinks
+        out, _ = specbranch_attention(self.module, query, key, value, mask, scaling, softcap=softcap, s_aux=sinks)
+        return out
+
+    def _heads_to_add(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, for_product: bool
+    ) -> Tensor | SplitHeads:
+        """Return the heads [B, Q, Hq * D], under spans in splits."""
+        if mask is None or mask.dtype != SPANS:
+            return self._attend(query, key, value, mask).flatten(2)
+        scaling, softcap, sinks = self.module.scaling, self.softcap, self.sinks
+        return attend_by_spans(query, key, value, mask, scaling, softcap, sinks, for_product)
 
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
