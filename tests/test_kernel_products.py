@@ -54,7 +54,7 @@ from hf_specbranch.kernels.norm import (
 )
 from hf_specbranch.kernels.quantised import QUANTISED_PLANS
 from hf_specbranch.kernels.rotary import Slots, rotary
-from hf_specbranch.kernels.tiles import WARPS, WIDEST
+from hf_specbranch.kernels.tile_plans import WARPS, WIDEST
 from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.product import Tuned

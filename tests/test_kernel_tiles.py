@@ -15,7 +15,8 @@ from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.kernels.spans import SPANS
-from hf_specbranch.kernels.tiles import MOST_ROWS, WIDEST, fits, kernel_takes, tile_plans, tile_product
+from hf_specbranch.kernels.tile_plans import MOST_ROWS, WIDEST, fits, kernel_takes, tile_plans
+from hf_specbranch.kernels.tiles import tile_product
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
 from .kernels import DEVICE, assert_close, randn, where_triton_runs
@@ -118,7 +119,7 @@ def test_tiles_refuse_what_they_cannot_compute(monkeypatch):
     assert not kernel_takes(packed._replace(data=packed.data.T.contiguous().T))
     for kind, depth, group in (("int8", 256, 128), ("symmetric", 256, 32), ("mxfp4", 256, 128), ("float8", 192, 192)):
         assert not kernel_takes(random_packed(kind, 16, depth, group, torch.float16, DEVICE)[0]), kind
-    monkeypatch.setattr("hf_specbranch.kernels.tiles.multiplies_tiles", lambda device: False)  # ROCm, old GPUs
+    monkeypatch.setattr("hf_specbranch.kernels.tile_plans.multiplies_tiles", lambda device: False)  # ROCm, old GPUs
     assert not fits(x, packed, None, ONE) and not tile_plans(x, packed)
 
 

@@ -16,7 +16,7 @@ from .linear import Plan
 from .norm import Norm
 from .packed import dense
 from .parallel_build import is_dry_run
-from .tiles import WIDEST, tile_plans
+from .tile_plans import WIDEST, tile_plans
 
 
 @dataclass(frozen=True)

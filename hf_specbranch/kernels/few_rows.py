@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import gemv, tiles
+from . import gemv, tile_plans, tiles
 from .combine import MOST_FOR_PRODUCT, SplitHeads
 from .gated import Activation
 from .linear import Plan
 from .norm import Norm
 from .packed import Packed
 
-MOST_ROWS = tiles.MOST_ROWS
+MOST_ROWS = tile_plans.MOST_ROWS
 
 
 def few_rows(
@@ -34,12 +34,12 @@ def few_rows(
 def combines(x: SplitHeads, weight: Packed, plan: Plan) -> bool:
     """Return whether the kernel of this plan takes splits of x as they are."""
     rows, splits = x.sums.shape[0] * x.sums.shape[1], x.sums.shape[3]
-    return x.spans is not None and splits <= MOST_FOR_PRODUCT and tiles.combines(weight, plan, rows)
+    return x.spans is not None and splits <= MOST_FOR_PRODUCT and tile_plans.combines(weight, plan, rows)
 
 
 def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
     """Return whether the kernel of this plan can compute the product."""
-    return tiles.fits(x, weight, bias, plan) if plan.spans > 0 else gemv.fits(x, weight, bias, plan)
+    return tile_plans.fits(x, weight, bias, plan) if plan.spans > 0 else gemv.fits(x, weight, bias, plan)
 
 
 def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]:
@@ -49,7 +49,7 @@ def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]
     one that took 1% longer. For one row either may be. Not every weight has plans for tiles. With 4 bits in wide
     layers they are only fast among each other, so no product of such a layer takes the other kernel.
     """
-    by_tiles = tiles.tile_plans(x, weight)
-    if by_tiles and (x.numel() > x.shape[-1] or tiles.runs_alone(weight)):
+    by_tiles = tile_plans.tile_plans(x, weight)
+    if by_tiles and (x.numel() > x.shape[-1] or tile_plans.runs_alone(weight)):
         return by_tiles
     return [*by_tiles, *(plan for plan in gemv.GEMV_PLANS if gemv.fits(x, weight, bias, plan))]

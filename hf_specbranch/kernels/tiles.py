@@ -19,15 +19,11 @@ import torch
 from torch import Tensor
 
 from .backend import (
-    HALF_PRECISION,
     Value,
-    can_run,
     constexpr,
-    converts_float8,
     dependent_launch,
     jit,
     launch_dependents,
-    multiplies_tiles,
     multiprocessors,
     power_of_two,
     tl,
@@ -39,15 +35,15 @@ from .backend import (
 )
 from .combine import SplitHeads
 from .gated import Activation, apply_gate
-from .gemv import aligned
 from .gemv_loads import store_one
-from .gemv_words import BYTES_PER_LOAD, format_of
+from .gemv_words import format_of
 from .linear import Plan
 from .norm import Norm, normalise
 from .packed import Packed
 from .spans import blocks_of_spans, splits_in_use
-from .tile_fragments import DEPTH, ROWS_OF_W, codes_base
+from .tile_fragments import ROWS_OF_W, codes_base
 from .tile_loads import load_edges, load_right, load_rows
+from .tile_plans import most_registers, needed, runs_alone
 from .tile_splits import LOADS, combine_right
 from .tile_sums import (
     constants_of_tile,
@@ -59,21 +55,6 @@ from .tile_sums import (
     sums_of_threads,
     sums_of_tile,
 )
-
-MOST_ROWS = 8
-WARPS = (1, 2, 4, 8, 16)
-# The smaller side of a weight, unless its elements have 4 bits. Timed alone, larger products are faster by tiles too.
-# But in their layers they were slower on an H200, by plans chosen alone: one token took 6% longer with Llama-3.2-1B
-# (2,048 wide) and 15% with SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. With
-# Qwen2.5-0.5B (896) they took 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles
-# are faster in wide layers too.
-WIDEST = 1024
-# For products that run alone: registers that a thread may have, by the warps of a program, so that three programs or
-# two run on a multiprocessor at a time; and how many operands it may have then. With more it would keep some in memory.
-MOST_REGISTERS = {4: 160, 8: 128}
-MOST_OPERANDS = 80
-# Registers of a thread for W: all spans at once, or with those of the next tile or step beside them; and for x.
-MOST_WORDS, MOST_WORDS_TWICE, MOST_STATES = 112, 64, 64
 
 
 def tile_product(
@@ -114,16 +95,6 @@ def tile_product(
     return out.view(*x.shape[:-1], columns)
 
 
-def combines(weight: Packed, plan: Plan, rows: int) -> bool:
-    """Return whether a product combines the splits of its input: by tiles that keep the whole row of x, if it pays.
-
-    On an H200 one token after 300 took 10% less time with Qwen3-0.6B in bfloat16, but a step of an FP8 copy of
-    Qwen2.5-0.5B 5% more. In wider layers more programs would read more splits each.
-    """
-    narrow_and_dense = weight.code == "dense" and min(weight.shape) <= WIDEST
-    return narrow_and_dense and plan.spans > 0 and rows == 1 and _needed(weight.shape[1], plan.warps) <= plan.spans
-
-
 def kernel_arguments(
     flat: Tensor, dtype: torch.dtype, weight: Packed, plan: Plan, norm: Norm | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -143,29 +114,12 @@ def kernel_arguments(
         **dict(NORM=norm is not None, OFFSET=0.0 if norm is None else norm.form.offset),
         **dict(FLOAT16=dtype == torch.float16, **form._asdict()),
         **dict(ROWS=power_of_two(rows), WARPS=plan.warps, SPANS=plan.spans),
-        **dict(STEPS=triton.cdiv(_needed(depth, plan.warps), plan.spans)),
+        **dict(STEPS=triton.cdiv(needed(depth, plan.warps), plan.spans)),
         **dict(PLAIN=not flat.is_cuda, num_warps=plan.warps),
     }
-    if runs_alone(weight) and (most := _most_registers(plan, form.BITS, constants["ROWS"])) is not None:
+    if runs_alone(weight) and (most := most_registers(plan, form.BITS, constants["ROWS"])) is not None:
         constants["maxnreg"] = most
     return (words, data, scale, zero, gain, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
-
-
-def _most_registers(plan: Plan, bits: int, rows: int) -> int | None:
-    """Return how many registers a thread may have; None: as many as the compiler takes."""
-    few = 2 * plan.spans * (bits + rows) <= MOST_OPERANDS
-    shared = plan.warps == 8 if plan.stages else few  # programs that take tile after tile should all run at once
-    return MOST_REGISTERS.get(plan.warps) if shared else None
-
-
-def runs_alone(weight: Packed) -> bool:
-    """Return whether the next kernel starts only when a product with this weight has ended: 4 bits in wide layers.
-
-    Its programs fill all multiprocessors. One token of Llama-3.1-8B with 4 bits took 1.93 ms on an H200, and 2.22 ms if
-    the next kernel could start at once. Most likely its programs take registers that some programs of this kernel need,
-    which then run after all others.
-    """
-    return min(weight.shape) > WIDEST and format_of(weight).BITS == 4
 
 
 def _splits(x: Tensor | SplitHeads, constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -175,65 +129,6 @@ def _splits(x: Tensor | SplitHeads, constants: dict[str, Any]) -> tuple[Any, ...
         return x, x, 1
     constants |= dict(HEADS=x.sums.shape[2], SIZE=x.size, BLOCK=x.block, LEAST=x.least, LOADS=LOADS)
     return x.sums, x.spans, x.sums.shape[3]
-
-
-def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
-    """Return the plans that may be the fastest for products with this weight; none if they do not pay in its layers."""
-    if min(weight.shape) > WIDEST and not runs_alone(weight):
-        return []
-    (columns, depth), bits = weight.shape, format_of(weight).BITS
-    tiles = triton.cdiv(columns, ROWS_OF_W)
-    rows = power_of_two(x.numel() // x.shape[-1])
-    plans = []
-    for warps in WARPS:
-        spans = _needed(depth, warps)
-        words, states = spans * 2 * bits, spans * 2 * rows
-        if depth < DEPTH * warps or words > MOST_WORDS or states > MOST_STATES:
-            continue
-        plans.append(Plan(1, 0, ROWS_OF_W, warps, spans))
-        if words <= MOST_WORDS_TWICE:
-            in_turn = [programs for programs in (2, 4) if tiles > programs * multiprocessors(x.device)]
-            plans += [Plan(1, programs, ROWS_OF_W, warps, spans) for programs in in_turn]
-    most = min(MOST_WORDS_TWICE // (4 * bits), MOST_STATES // (4 * rows))
-    for warps in (4, 8, 16):
-        in_steps = [spans for spans in (most, most // 2) if 0 < spans < _needed(depth, warps)]
-        plans += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in in_steps]
-    return [plan for plan in plans if fits(x, weight, None, plan)]
-
-
-def _needed(depth: int, warps: int) -> int:
-    """Return the spans of a row for each warp."""
-    return -(-depth // (DEPTH * warps))
-
-
-def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
-    """Return whether the kernel can compute this product with this plan."""
-    depth = x.shape[-1]
-    return (
-        plan.spans > 0
-        and can_run(x, bias)
-        and multiplies_tiles(x.device)
-        and x.dtype in HALF_PRECISION
-        and weight.data.device == x.device
-        and 0 < x.numel() <= MOST_ROWS * depth
-        and x.stride(-1) == 1
-        and aligned(x)
-        and depth % DEPTH == 0
-        and kernel_takes(weight)
-        and (weight.code != "dense" or weight.data.dtype == x.dtype)
-    )
-
-
-def kernel_takes(weight: Packed) -> bool:
-    """Return whether the kernel reads such a weight: rows of whole aligned loads, and groups of whole spans."""
-    data = weight.data
-    if weight.code not in ("dense", "float8", "offset", "signed") or weight.high_first or data.stride(1) != 1:
-        return False
-    if weight.code == "float8" and not converts_float8(data.device):
-        return False
-    form, row_bytes = format_of(weight), data.stride(0) * data.element_size()
-    aligned = data.data_ptr() % BYTES_PER_LOAD == row_bytes % BYTES_PER_LOAD == 0
-    return aligned and weight.shape[1] % DEPTH == form.GROUP % DEPTH == 0
 
 
 @varying("rows", "splits")

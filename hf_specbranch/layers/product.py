@@ -19,7 +19,7 @@ from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import Packed
-from ..kernels.tiles import combines
+from ..kernels.tile_plans import combines
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 

@@ -20,7 +20,7 @@ from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
-from ..kernels.tiles import WIDEST
+from ..kernels.tile_plans import WIDEST
 from .product import FewRows, Product, Tuned
 from .quantised_formats import Format, possible_formats, recognise_format
 from .storage import joined
