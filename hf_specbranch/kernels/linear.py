@@ -223,7 +223,7 @@ def streamed(
 def _lines(values: Value, BLOCK: constexpr) -> Value:
     """Return the offset of each cache line in a row of BLOCK values."""
     LINE: tl.constexpr = 1024 // values.dtype.element_ty.primitive_bitwidth
-    return tl.arange(0, BLOCK // LINE) * LINE
+    return tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE
 
 
 @jit
