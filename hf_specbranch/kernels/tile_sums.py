@@ -317,10 +317,9 @@ def sums_of_tile(
     STEPS: constexpr,
     PLAIN: constexpr,
 ) -> Value:
-    """Multiply a tile by x.
+    """Multiply a tile by x. Each step loads the spans of the next one.
 
-    The first arguments are those of `constants_of_tile`, and of `load_right` for the first spans; `x` points to the row
-    of x that each thread has. Each step loads the spans of the next one.
+    The first arguments are those of `constants_of_tile`, and of `load_right` for the first spans; `x` points to a row.
 
     Returns:
         The sums of `sums_of_threads`, and the factors of `norm_factors`.

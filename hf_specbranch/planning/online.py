@@ -120,7 +120,7 @@ class Planner(TextChoices):
         choice, rounds = self.first_choice(), PLANNED_ROUNDS
         if self.key not in self.known.choices:
             rounds = FIRST_ROUNDS[self.captured]
-            if choice.plan.policy == "autoregressive" and not self.factors.draft and self._may_pay():
+            if choice.plan.policy == "autoregressive" and not self.factors.draft and self.may_pay():
                 # One look at what the draft does.
                 yield from self._check(choice.plan)
         elif start := self.draft_start(choice, self.remaining()):
@@ -188,7 +188,7 @@ class Planner(TextChoices):
             speed: its predicted tokens per second.
         """
         drafts = plan.policy != "autoregressive"
-        if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan or not (drafts or self._may_pay()):
+        if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan or not (drafts or self.may_pay()):
             return False
         width, predicted = pass_width(plan if drafts else self.other(plan)), self.predicted(self.context())
         in_block = self.situation.rows * width <= BLOCK_SIZE
@@ -203,17 +203,6 @@ class Planner(TextChoices):
             return self.checks == 1 and surprising and len(samples) < CHECKS
         later = not self.captured and self.known.generations % CHECK_EVERY == CHECK_EVERY - 1
         return later or len(samples) < (CHECKS if drafts and not self.captured else 1)
-
-    def _may_pay(self) -> bool:
-        """Return whether a draft would pay if the target accepted all of its tokens.
-
-        In captured stages passes within a block take about the same time, so that is not asked there.
-        """
-        costs, lengths = self.costs(), {each.draft_length for each in self.plans if each.policy != "autoregressive"}
-        return self.captured or any(
-            costs.pass_seconds(length) + length * costs.draft_step < (1 + length) * costs.target_pass
-            for length in lengths
-        )
 
     # ---- learning
 

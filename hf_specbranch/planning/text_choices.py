@@ -77,6 +77,17 @@ class TextChoices:
         vanilla = [each for each in self.plans if each.policy == "vanilla"]
         return min(vanilla, key=lambda each: (pass_width(each), each.confidence_threshold), default=plan)
 
+    def may_pay(self) -> bool:
+        """Return whether a draft would pay if the target accepted all of its tokens.
+
+        In captured stages passes within a block take about the same time, so that is not asked there.
+        """
+        costs, lengths = self.costs(), {each.draft_length for each in self.plans if each.policy != "autoregressive"}
+        return self.captured or any(
+            costs.pass_seconds(length) + length * costs.draft_step < (1 + length) * costs.target_pass
+            for length in lengths
+        )
+
     def first_choice(self) -> Choice:
         """Return the choice of the last generation at present costs, or the best one by what is known."""
         last, texts, costs = self.known.choices.get(self.key), self.texts() or [self.typical], self.costs()
