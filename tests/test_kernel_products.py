@@ -311,9 +311,10 @@ def test_shipped_plans_fit():
         dtype, _, form = kept.partition(" ")
         columns, depth = map(int, shape.split("x"))
         assert gpu and dtype == "bfloat16" and columns > 0 and kind in get_args(autotune.Kind)
-        if form:  # a copy of a draft, dense layers, or 4 bits
-            four_bits = "offset-k-g128x1-none-bfloat16"
-            assert form in ("dense", f"float8-k-g{depth}x1-none-bfloat16", four_bits) and rows in ("1 rows", "4 rows")
+        if form:  # a copy of a draft, dense layers, or a published format
+            four_bits, eight_bits = "offset-k-g128x1-none-bfloat16", "float8-k-g128x128-none-float32"
+            copied = f"float8-k-g{depth}x1-none-bfloat16"
+            assert form in ("dense", copied, four_bits, eight_bits) and rows in ("1 rows", "4 rows")
             pays = min(columns, depth) <= WIDEST or form in ("dense", four_bits)
             by_tiles = plan.spans > 0 and plan.warps in WARPS and pays
             assert by_tiles or (form != "dense" and plan in (*GEMV_PLANS, *QUANTISED_PLANS))
