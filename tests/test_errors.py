@@ -158,14 +158,15 @@ def test_tokenizers_that_agree_allow_any_padding(target):
 
 
 def test_a_failing_draft_leaves_the_model_usable(target, draft):
-    model, broken = specbranch(attached(target), policy="vanilla"), copy.deepcopy(draft)
-    model.generate(**prompt(), max_new_tokens=3, do_sample=False, assistant_model=broken)
+    model, broken = attached(target), copy.deepcopy(draft)
+    drafting = {"assistant_model": broken, "specbranch": {"policy": "vanilla"}}
+    model.generate(**prompt(), max_new_tokens=3, do_sample=False, **drafting)
     handle = broken.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
-        model.generate(**prompt(), max_new_tokens=9, do_sample=False, assistant_model=broken)
+        model.generate(**prompt(), max_new_tokens=9, do_sample=False, **drafting)
     handle.remove()
     kwargs = {**prompt(), "max_new_tokens": 9, "do_sample": False}
-    assert torch.equal(model.generate(**kwargs, assistant_model=broken), target.generate(**kwargs))
+    assert torch.equal(model.generate(**kwargs, **drafting), target.generate(**kwargs))
     assert torch.equal(model.generate(**kwargs), target.generate(**kwargs))
 
 
