@@ -48,9 +48,23 @@ def test_small_models_are_not_measured(target):
     assert not first_factors(target, COSTS, rows=1).passes
 
 
-def test_models_without_plain_layers_are_not_measured(large, target):
-    other = copy.deepcopy(target).to(torch.bfloat16)
-    other.__class__ = type("Other", (type(other),), {"dtype": torch.float32})  # as if all layers were quantised
+class Sharded(torch.Tensor):
+    """A weight that is more than its numbers, as those of tensor parallel and of quantised layers are."""
+
+
+def of_another_dtype(model):
+    model.to(torch.bfloat16).__class__ = type("Other", (type(model),), {"dtype": torch.float32})
+
+
+def of_another_class(model):
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Sharded))
+
+
+@pytest.mark.parametrize("change", [of_another_dtype, of_another_class])
+def test_models_without_plain_layers_are_not_measured(change, large, target):
+    change(other := copy.deepcopy(target))
     assert not first_factors(other, COSTS, rows=1).passes
 
 

@@ -54,10 +54,14 @@ def first_factors(model: PreTrainedModel, predicted: StepCosts, rows: int) -> Co
 
 
 def _typical_weights(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return some of the largest weights of linear layers, all of one shape, but not those of the output layer."""
+    """Return some of the largest weights of linear layers, all of one shape, but not those of the output layer.
+
+    Only plain ones: a product with a part of a weight that other processes share would wait for them.
+    """
     output = model.get_output_embeddings()
     layers = [each for each in every_module(model) if type(each) is nn.Linear and each is not output]
-    layers = [each for each in layers if each.weight.dtype == model.dtype and not each.weight.is_meta]
+    layers = [each for each in layers if type(each.weight) is nn.Parameter and each.weight.dtype == model.dtype]
+    layers = [each for each in layers if not each.weight.is_meta]
     largest = max((each.weight.numel() for each in layers), default=0)
     weights = [each.weight for each in layers if each.weight.numel() == largest]
     return [weight for weight in weights if weight.shape == weights[0].shape][:WEIGHTS]
