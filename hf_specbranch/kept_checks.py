@@ -4,7 +4,7 @@ The checks (`mask_probe`, `self_check`) find out how the code of a model treats 
 the same. That depends on code, shapes and devices: on the versions of all libraries, the files of this package, the
 model's classes and config, its shapes, dtypes and attention. All of these are in the name of the file, and some values
 of the weights as well. Only results that a check has found right are kept, and only for models whose code is part of
-transformers: code from elsewhere may change under the same name.
+transformers (`known_code`): code from elsewhere may change under the same name.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from .kernels.attention_interface import original_attention
 from .kernels.backend import triton
+from .known_code import class_of, runs_known_code
 from .machine import device_name, folder, sample_of, shapes_of, versions, write_whole
 from .model_state import every_module, has_adapters
-
-KNOWN_CODE = ("torch.", "transformers.", "hf_specbranch.layers.")  # our files are in the name too
 
 
 def load_check(model: PreTrainedModel, name: str) -> Any:
@@ -54,10 +52,10 @@ def _file_of(model: PreTrainedModel) -> Path | None:
     parallel = getattr(model, "_tp_size", None) is not None
     if directory is None or model.device.type not in ("cuda", "cpu") or has_adapters(model) or parallel:
         return None
-    if not all(_is_known(module) for module in every_module(model)):
-        return None
     try:
         attention = original_attention(model.config.get_text_config(decoder=True))
+        if not runs_known_code(model, attention):
+            return None
         about = [
             device_name(model.device), versions(), str(getattr(triton, "__version__", "")), _our_files(),
             shapes_of(model), _classes_of(model), attention, model.config.to_json_string(use_diff=False),
@@ -68,33 +66,22 @@ def _file_of(model: PreTrainedModel) -> Path | None:
         return None
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Return whether a module runs code of torch or transformers."""
-    return _class_of(module).__module__.startswith(KNOWN_CODE) and "forward" not in module.__dict__
-
-
-def _class_of(module: nn.Module) -> type:
-    """Return the class of a module; SpecBranch attached to a model does not count."""
-    kind: type = getattr(type(module), "_specbranch_original", type(module))
-    return kind
-
-
 def _classes_of(model: PreTrainedModel) -> str:
     """Return a digest of the classes of all modules."""
-    classes = ((kind.__module__, kind.__qualname__) for kind in map(_class_of, every_module(model)))
+    classes = ((kind.__module__, kind.__qualname__) for kind in map(class_of, every_module(model)))
     return hashlib.sha256(repr(list(classes)).encode()).hexdigest()
 
 
 @lru_cache
 def _our_files() -> str:
     """Return a digest of the names, sizes and times of the files of this package."""
-    return hashlib.sha256(repr(sorted(_python_files(str(Path(__file__).parent)))).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(_files_in(str(Path(__file__).parent)))).encode()).hexdigest()
 
 
-def _python_files(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+def _files_in(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _python_files(entry.path, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(".py"):
+                yield from _files_in(entry.path, f"{prefix}{entry.name}/")
+            elif entry.name.endswith((".py", ".json")):  # plans of products are files too
                 yield prefix + entry.name, entry.stat().st_size, entry.stat().st_mtime_ns

@@ -1,12 +1,16 @@
 """What the self-checks of modules have found is kept on disk, and a new process need not compare them again."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from hf_specbranch.kept_checks import load_check
-from hf_specbranch.layers import check, fused
+from hf_specbranch.layers import angles, check, fused
 from hf_specbranch.layers.fuse import CHECK
 from hf_specbranch.layers.kept_errors import KeptErrors
 from hf_specbranch.model_state import state_of
@@ -104,24 +108,100 @@ def test_lack_of_memory_is_not_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("family, passes", [("llama", 0), ("gemma2", 0), ("qwen2-moe", 1)])
-def test_equal_model_is_not_run_again(family, passes):
+def test_equal_model_is_not_run_again(family, passes, monkeypatch):
     """Only what routers return must be known: a mixture is run once."""
     expected = replaced(make(family))
-    model, runs = make(family), []
-    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    model, runs, call = make(family), [], torch.nn.Module.__call__
+
+    def count(module, *args, **kwargs):
+        runs.extend([1] * (module is model))
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", count)
     assert replaced(model) == expected and len(runs) == passes
 
 
 def test_rotary_angles_of_an_equal_model_are_not_computed_again(monkeypatch):
     expected = replaced(make("llama"))
-    model = make("llama")
 
-    def fail(*_args, **_kwargs):
+    def fail(*_):
         raise RuntimeError("computed again")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model.model.rotary_emb), "forward", fail)
-        assert replaced(model) == expected and "model.rotary_emb" in expected
+    monkeypatch.setattr(angles, "_outputs", fail)
+    assert replaced(make("llama")) == expected and "model.rotary_emb" in expected
+
+
+def other_forward(patch):
+    own = modeling_llama.LlamaAttention.forward
+    patch.setattr(modeling_llama.LlamaAttention, "forward", lambda *args, **kwargs: (2 * own(*args, **kwargs)[0], None))
+
+
+def wrapped_forward(patch):
+    own = modeling_llama.LlamaMLP.forward
+    patch.setattr(modeling_llama.LlamaMLP, "forward", functools.wraps(own)(lambda *args: 2 * own(*args)))
+
+
+def other_function(patch):
+    own = modeling_llama.apply_rotary_pos_emb
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *args: own(2 * q, *args))
+
+
+def other_product_of_attention(patch):
+    own = torch.nn.functional.scaled_dot_product_attention
+    patch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: 2 * own(*args, **kwargs))
+
+
+def doubled(*args, **kwargs):
+    return 2 * ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)[0], None
+
+
+def other_attention(patch):
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    patch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **kwargs: (2 * own(*args, **kwargs)[0], None)
+    )
+
+
+CHANGES = [other_forward, wrapped_forward, other_function, other_product_of_attention, other_attention]
+
+
+def error_of_logits(model):
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad(), fused(model):
+        ours = model(tokens).logits
+    with torch.no_grad():
+        plain = model(tokens).logits
+    return float((ours - plain).abs().max() / plain.abs().max())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_replaced_code_of_the_library_is_compared(change, monkeypatch):
+    """The names of classes and of the attention are those of the model whose errors are on disk."""
+    replaced(make("llama"))
+    change(monkeypatch)
+    assert load_check(model := make("llama"), CHECK) is None and error_of_logits(model) < 1e-4
+
+
+def test_attention_that_a_user_has_registered_is_compared(monkeypatch):
+    """It has the same name in a later process, and may be another one."""
+
+    def model():
+        made = make("llama")
+        made.set_attn_implementation("registered")
+        return made
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "registered", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    replaced(model())
+    monkeypatch.setitem(AttentionInterface._global_mapping, "registered", doubled)
+    assert error_of_logits(model()) < 1e-4
+
+
+def test_model_with_hooks_is_compared(comparisons):
+    replaced(make("llama"))
+    comparisons.clear()
+    (model := make("llama")).register_forward_pre_hook(lambda *_: None)
+    replaced(model)
+    assert comparisons
 
 
 def test_model_of_which_more_was_kept_is_examined_by_itself():
