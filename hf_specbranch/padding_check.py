@@ -7,6 +7,7 @@ passed is kept on disk.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,28 +25,44 @@ LENGTH, PADDING = 6, 2
 MOST, MOST_IN_FLOAT32 = 0.3, 1e-3
 
 
+_is_checking: ContextVar[bool] = ContextVar("checks_padding", default=False)  # in this thread
+
+
 def check_padded_batches(model: PreTrainedModel) -> None:
     """Leave padded batches to transformers where a model reads them differently under plain `generate()`.
 
     Args:
         model: a model with SpecBranch attached.
     """
-    if not reads_padding_as_plain(model):
+    if _is_checking.get():  # the batch of the check itself
+        return
+    plain = reads_padding_as_plain(model)
+    if plain is None:
+        raise FallBack(f"there is no memory to check how {type(model).__name__} reads padded batches")
+    if not plain:
         raise FallBack(f"{type(model).__name__} reads padded batches in a way of its own")
 
 
-def reads_padding_as_plain(model: PreTrainedModel) -> bool:
-    """Return whether a model reads padded batches as it does under plain `generate()`; found out once per model."""
+def reads_padding_as_plain(model: PreTrainedModel) -> bool | None:
+    """Return whether a model reads padded batches as it does under plain `generate()`; found out once per model.
+
+    None for a lack of memory, which is not remembered.
+    """
     state = state_of(model)
     if state.padding_is_plain is None:
-        state.padding_is_plain = True  # for the batch of the check itself
-        state.padding_is_plain = load_check(model, CHECK) is True or agreed(model, _passes(model))
-        if state.padding_is_plain:
-            save_check(model, CHECK, True)
+        checking = _is_checking.set(True)
+        try:
+            found = load_check(model, CHECK) is True or agreed(model, _passes(model))
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            _is_checking.reset(checking)
+        state.padding_is_plain = found
     return state.padding_is_plain
 
 
 def _passes(model: Any) -> bool:
+    """Compare both ways to read a padded batch; keep on disk that they agree."""
     device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
     ids = (7 * torch.arange(2 * LENGTH, device=device).view(2, LENGTH) + 1) % vocabulary
     mask = torch.ones_like(ids)
@@ -61,8 +78,13 @@ def _passes(model: Any) -> bool:
 
     try:
         plain = second_logits(False)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError):
         return True  # a prompt of tokens alone says nothing about this model
     ours = second_logits(SpecBranchConfig(policy="autoregressive", runtime="eager"))
     most = MOST_IN_FLOAT32 if model.dtype in (torch.float32, torch.float64) else MOST
-    return bool((ours - plain).square().mean().sqrt() <= most * plain.std())
+    passes = bool((ours - plain).square().mean().sqrt() <= most * plain.std())
+    if passes and model.specbranch_stats is not None:  # otherwise transformers has decoded both
+        save_check(model, CHECK, True)
+    return passes
