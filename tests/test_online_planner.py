@@ -316,6 +316,17 @@ def test_draft_that_cannot_pay_is_not_tried(by, tried):
     assert any(segment.plan.policy != "autoregressive" for segment in followed) is tried
 
 
+@pytest.mark.parametrize("slow_draft, passes", [(60, 0.1), (1, 1.2)])
+def test_draft_is_tried_again_after_a_bad_measurement(slow_draft, passes):
+    """In the first text its steps took far too long, or the products that were timed before it."""
+    known, good = Knowledge(), replace(growing(0.1), draft_step=0.004)
+    first = replace(good, draft_step=slow_draft * good.draft_step)
+    predicted = replace(growing(passes), draft_step=0.004)
+    for costs in [first] + 80 * [good]:
+        followed, _ = plan_text(ALWAYS, known, costs, lambda context: predicted, captured=False)
+    assert followed[-1].plan.policy != "autoregressive"
+
+
 def test_first_text_begins_with_the_predicted_plan():
     """Nothing is measured for its own sake, and nothing but the plan changes when the text is known."""
     costs, text = StepCosts(0.0042, 2e-5, 8.5e-5, 3e-6, hidden=0.4, waiting=3e-4), recordings("good")[0]

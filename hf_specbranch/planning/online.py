@@ -20,6 +20,7 @@ import torch
 
 from ..config import BLOCK_SIZE, SpecBranchConfig
 from .agreement import Agreement
+from .calibrate import SAMPLES
 from .chooser import MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
 from .knowledge import CHECK_EVERY, EXPECTED_TOKENS, Knowledge, Situation
@@ -33,6 +34,7 @@ CHECKED_ROUNDS = 8  # of a plan, before it is compared with plain decoding
 GROWS = 1.2  # times the pass over one token, from which on wider passes in one block do not take about the same time
 CHECK_ROUNDS = 4  # of plain decoding, or of a draft where there is none
 CHECKS = 2  # of how plain decoding compares, in the first generations; at most one each, or two if the first surprises
+RARELY = 4  # times as many generations pass before a draft is tried that could not pay if all of it were accepted
 SURPRISE = 0.8, 1.25  # a factor outside this range is measured again at once
 EXPECTED_TIME = 0.75, 1.2  # a plan is re-evaluated if the time of its rounds over the prediction leaves this range
 # The draft reads a text in about the time of so many steps. With a large draft on a CPU that takes longer than a better
@@ -188,21 +190,24 @@ class Planner(TextChoices):
             speed: its predicted tokens per second.
         """
         drafts = plan.policy != "autoregressive"
-        if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan or not (drafts or self.may_pay()):
+        if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan:
             return False
+        promising = drafts or self.may_pay()
         width, predicted = pass_width(plan if drafts else self.other(plan)), self.predicted(self.context())
         in_block = self.situation.rows * width <= BLOCK_SIZE
         grows = in_block and predicted.pass_seconds(width - 1) > GROWS * predicted.target_pass
         if self.captured and not grows and (in_block or not drafts):
             return drafts and 1 not in self.factors.passes and speed * self.costs().target_pass < UNCERTAIN
-        if self.times_off > 1 and not self.checks:  # the rounds take another time than they used to
+        if self.times_off > 1 and not self.checks and promising:  # the rounds take another time than they used to
             return True
         samples = self.factors.passes.get(1, []) if drafts else self.factors.draft
         surprising = bool(samples) and not SURPRISE[0] < samples[-1] < SURPRISE[1]
         if self.checks:
             return self.checks == 1 and surprising and len(samples) < CHECKS
-        later = not self.captured and self.known.generations % CHECK_EVERY == CHECK_EVERY - 1
-        return later or len(samples) < (CHECKS if drafts and not self.captured else 1)
+        # What says that a draft cannot pay may have been measured at a bad moment.
+        every = CHECK_EVERY if promising or 0 < len(samples) < SAMPLES else RARELY * CHECK_EVERY
+        later = not self.captured and self.known.generations % every == every - 1
+        return later or (promising and len(samples) < (CHECKS if drafts and not self.captured else 1))
 
     # ---- learning
 
