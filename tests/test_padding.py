@@ -9,6 +9,7 @@ from transformers import GitConfig, GitForCausalLM, LlamaForCausalLM
 from hf_specbranch import padding_check
 from hf_specbranch.families.tiny import language_models
 
+from .families import make
 from .models import VOCABULARY, attached, config, llama, noisy_copy, prompt
 from .releases import GIT_IS_REFUSED
 
@@ -41,6 +42,19 @@ def test_a_model_that_drops_positions():
     target = llama(seed=0)
     target.__class__ = CountsPadding
     assert same_as_plain(target).specbranch_stats is not None
+
+
+@pytest.mark.parametrize("stages", ["eager", "static"])
+def test_a_window_counts_hidden_tokens_after_the_first(stages, request):
+    """They shift positions, and the tokens before them must not be seen for longer."""
+    if stages == "static":
+        request.getfixturevalue("static_stages")
+    target = make("mistral-sliding")
+    ids = prompt(rows=4, length=5)["input_ids"].clamp(min=3)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 0, 0, 1], [0, 1, 0, 1, 1], [1, 1, 1, 1, 0]])
+    arguments = dict(input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    out = attached(target).generate(**arguments)
+    assert torch.equal(out, target.generate(**arguments))
 
 
 @pytest.mark.skipif(GIT_IS_REFUSED, reason="this release takes no explicit mask")

@@ -138,7 +138,8 @@ class Target:
             logits = prefill(self.runner, prompt, positions, self.first, given or reused, keep, **outputs)
             return Step(self.buffers.keep("target.logits1", logits))
         filled = self.base + self.text.prompt_length
-        self.runner.place((self.slots[:filled] + self.first_position).clamp(min=0))
+        # Not clamped: a token before others that are hidden leaves a window after as many slots as any other.
+        self.runner.place(self.slots[:filled] + self.first_position)
         self.runner.cache.append()
         output = self.run_prefill(self.states)
         layers = self.runner.cache.slot_layers()
