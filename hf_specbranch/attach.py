@@ -24,7 +24,7 @@ from .runtime.ranks import follows
 from .runtime.selection import check_model, check_pair
 from .target_heads.calls import what_drafts
 from .target_heads.loading import load_head
-from .vocabularies import load_tokenizer, translation_for
+from .vocabularies import load_tokenizer, translation_for, usable_tokens
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _TEMPORARY_CALLS = Lock()
@@ -71,7 +71,14 @@ def specbranch(
     """
     check_model(target := transformers_model(model), "target")
     config = SpecBranchConfig.from_dict(settings) if settings else None
-    texts = corpus if corpus is None or isinstance(corpus, LookupCorpus) else LookupCorpus.load(corpus)
+    if isinstance(corpus, (str, Path)):
+        texts: LookupCorpus | None = LookupCorpus.load(corpus)
+    elif corpus is None or isinstance(corpus, LookupCorpus):
+        texts = corpus
+    else:
+        raise TypeError(f"corpus={type(corpus).__name__}: expected a LookupCorpus, or its file")
+    if texts is not None:
+        texts.check_tokens(usable_tokens(target))
     candidates = _candidates(draft)
     tokenizers = _given_tokenizers(tokenizer, assistant_tokenizer)
     warm_up_in_background(target.device, target.dtype)  # while a draft that is named is loaded
@@ -96,9 +103,17 @@ def _candidates(given: Any) -> CandidateGenerator | None:
     if not found:
         return None
     if len(named) > 1:
-        raise ValueError(f"draft={given!r}: a {type(found[0]).__name__} drafts alone, so give no other source with it")
+        raise ValueError(
+            f"draft={_named(named)}: a {type(found[0]).__name__} drafts alone, so give no other source with it"
+        )
     check_generator(found[0])
     return found[0]
+
+
+def _named(sources: list[Any]) -> str:
+    """Name draft sources in an error: models by their class, since they would be printed layer by layer."""
+    names = (type(each).__name__ if isinstance(each, torch.nn.Module) else repr(each) for each in sources)
+    return f"[{', '.join(names)}]"
 
 
 def _given_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
@@ -115,7 +130,7 @@ def _sources(
     named = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     models = [each for each in named if each != LOOKUP]
     if len(models) > 1:
-        raise ValueError(f"draft={given!r}: expected one draft model at most, and {LOOKUP!r}")
+        raise ValueError(f"draft={_named(named)}: expected one draft model at most, and {LOOKUP!r}")
     if not models:
         return None, LOOKUP in named, tokenizers
     if isinstance(models[0], (str, Path)):

@@ -17,6 +17,7 @@ from .decoding.text_index import NO_MATCH, Match
 ORDER = 3  # tokens that must match at least
 CANDIDATES = 8  # occurrences that are compared
 BETWEEN = -1  # stands between two sequences
+LARGEST = 2**31 - 1  # token that a file can hold
 FORMAT = "hf-specbranch-corpus-1"
 _FACTOR = 6364136223846793005  # odd: products of int64 wrap around, and no token is lost
 _serials = count()
@@ -46,10 +47,7 @@ class LookupCorpus:
         border = torch.full((1,), BETWEEN)
         parts = [border]
         for sequence in sequences:
-            tokens = torch.as_tensor(sequence, dtype=torch.long).flatten().cpu()
-            if tokens.numel() and int(tokens.min()) < 0:
-                raise ValueError(f"a sequence of the corpus has the token {int(tokens.min())}: expected ids from 0 on")
-            parts += [tokens, border]
+            parts += [_token_ids(sequence), border]
         self._build(torch.cat(parts))
 
     @classmethod
@@ -59,6 +57,7 @@ class LookupCorpus:
 
     def _build(self, tokens: Tensor) -> None:
         self.serial = next(_serials)  # identifies this corpus in keys of captured stages
+        self.largest = int(tokens.max())  # token; BETWEEN if there is none
         keys = hash_runs(tokens)
         inside = (tokens >= 0).unfold(0, ORDER, 1).all(1) if len(tokens) >= ORDER else keys.new_zeros(0).bool()
         places = torch.arange(ORDER, ORDER + len(keys))[inside]
@@ -68,6 +67,14 @@ class LookupCorpus:
     def __len__(self) -> int:
         """Return the number of tokens."""
         return int((self.on(torch.device("cpu")).tokens >= 0).sum())
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """Refuse a corpus of another tokenizer, if it has tokens that a target with so many tokens cannot read."""
+        if self.largest >= vocabulary:
+            raise ValueError(
+                f"the corpus has the token {self.largest}, and the target has tokens 0 to {vocabulary - 1}: make it "
+                f"with the target's tokenizer"
+            )
 
     def on(self, device: torch.device) -> CorpusTables:
         """Return the tables on a device; they are kept there as long as the corpus exists."""
@@ -111,16 +118,35 @@ class LookupCorpus:
         """
         try:
             with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("format") != FORMAT:
-                    raise ValueError(f"corpus {path}: expected a file that LookupCorpus.save() wrote")
-                tokens = file.get_tensor("tokens").long()
+                is_corpus = (file.metadata() or {}).get("format") == FORMAT
+                tokens = file.get_tensor("tokens") if is_corpus else torch.empty(0)
         except FileNotFoundError:
             raise ValueError(f"corpus {path}: there is no such file") from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"corpus {path}: {error}") from error
+        integers = tokens.ndim == 1 and not tokens.is_floating_point()
+        if not integers or not len(tokens) or tokens[[0, -1]].tolist() != [BETWEEN] * 2 or tokens.min() < BETWEEN:
+            raise ValueError(f"corpus {path}: expected a file that LookupCorpus.save() wrote")
         corpus = cls.__new__(cls)
-        corpus._build(tokens)
+        corpus._build(tokens.long())
         return corpus
+
+
+def _token_ids(sequence: Any) -> Tensor:
+    """[N] the tokens of a sequence; anything but token ids is refused."""
+    try:
+        tokens = torch.as_tensor(sequence).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.tensor(False)
+    integers = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if tokens.ndim == 0 or (tokens.numel() and not integers):
+        raise ValueError(f"a sequence of the corpus is {str(sequence)[:80]}: expected a list of token ids")
+    tokens = tokens.flatten().long()
+    if outside := [token for token in (tokens.aminmax() if len(tokens) else ()) if not 0 <= int(token) <= LARGEST]:
+        raise ValueError(
+            f"a sequence of the corpus has the token {int(outside[0])}: expected ids from 0 on, up to {LARGEST}"
+        )
+    return tokens
 
 
 def hash_runs(tokens: Tensor) -> Tensor:

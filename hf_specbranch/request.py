@@ -25,6 +25,7 @@ from .runtime.past_cache import why_not_loaded
 from .runtime.selection import check_model, check_pair
 from .target_heads.base import TargetHead
 from .target_heads.calls import drafted_by_transformers, what_drafts
+from .vocabularies import usable_tokens
 
 DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 # Settings that make transformers take its candidates from elsewhere, or accept them by another rule.
@@ -241,6 +242,8 @@ def complete_request(
     request.config = settings_for_sources(request.config, request.draft, request.candidates)
     source = request.draft if request.candidates is None else request.candidates
     check_request(model, source, request.config, *tokenizers)
+    if request.corpus is not None:  # checked when it was attached, but embeddings may have been resized
+        request.corpus.check_tokens(usable_tokens(model))
     if None not in tokenizers:
         request.config, request.translation = with_translation(model, request.draft, request.config, tokenizers)
     return why_plain(model, request.draft, settings)

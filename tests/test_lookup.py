@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch.corpus import FORMAT
 from hf_specbranch.decoding import acceptance, row_takeover, several_sources, verifier
 from hf_specbranch.decoding.lookup import PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
@@ -204,14 +206,12 @@ class TestLookupBesideBranches(TestLookup):
 )
 def test_host_and_device_find_the_same(text, others, longest, padding):
     corpus = LookupCorpus(others)
-    index = TextIndex(longest, corpus if longest >= 3 else None)
+    index = TextIndex(longest, corpus)
     index.extend(text)
     expected = index.match(4)
     ids = torch.tensor([[9] * padding + text + [7, 7, 7]])
     asked = ids, torch.tensor([padding + len(text)]), torch.tensor([[padding]]), longest, 4
-    found = find_in_text(*asked)
-    if longest >= 3:
-        found = longer_of(found, find_in_corpus(*asked, corpus.on(ids.device)))
+    found = longer_of(find_in_text(*asked), find_in_corpus(*asked, corpus.on(ids.device)))
     assert int(found.matched) == expected.length
     if expected.length:
         assert found.tokens[0, : int(found.length)].tolist() == expected.tokens
@@ -278,8 +278,27 @@ def test_a_corpus_is_saved_and_loaded(tmp_path):
     (tmp_path / "text").write_text("no corpus")
     with pytest.raises(ValueError, match="corpus .*text"):
         LookupCorpus.load(tmp_path / "text")
-    with pytest.raises(ValueError, match="ids from 0 on"):
-        LookupCorpus([[1, -1]])
+    save_file({"tokens": torch.tensor([5, 6, 7])}, tmp_path / "other", metadata={"format": FORMAT})
+    with pytest.raises(ValueError, match=r"LookupCorpus.save\(\) wrote"):
+        LookupCorpus.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("sequence", [[1, -1], [2**31], [1.5], [True], ["a"], "text", 5, None, torch.tensor(5)])
+def test_a_corpus_has_sequences_of_token_ids(sequence):
+    with pytest.raises(ValueError, match="a sequence of the corpus"):
+        LookupCorpus([[1, 2], sequence])
+
+
+def test_a_corpus_of_another_tokenizer_is_refused_before_any_work():
+    target, _ = repetitive_pair()
+    own, other = LookupCorpus([[3, 11]]), LookupCorpus([[3, 4, 5], [6, 12]])
+    with pytest.raises(ValueError, match="the corpus has the token 12, and the target has tokens 0 to 11"):
+        specbranch(target, corpus=other)
+    assert not hasattr(target, "specbranch_stats")
+    model = specbranch(target, corpus=own)
+    model.resize_token_embeddings(8)
+    with pytest.raises(ValueError, match="the corpus has the token 11, and the target has tokens 0 to 7"):
+        model.generate(**prompt(vocabulary=8), **GREEDY)
 
 
 @pytest.mark.parametrize("static", [slowly(False), True], ids=["eager", "static"])
@@ -370,6 +389,7 @@ def test_drafts_may_be_named(tmp_path):
         ({"draft": ["lookup", 3, 4]}, "one draft model at most"),
         ({"policy": "fast"}, "policy='fast'"),
         ({"corpus": "/nowhere/corpus"}, "no such file"),
+        ({"corpus": "/"}, "corpus /: "),
         ({"max_matching_ngram_size": 0}, "max_matching_ngram_size=0"),
         ({"prompt_lookup_num_tokens": -1}, "prompt_lookup_num_tokens=-1"),
         ({"gamma": 3}, "unknown SpecBranchConfig settings"),
@@ -380,3 +400,8 @@ def test_wrong_arguments_are_refused_before_anything_is_attached(arguments, word
     with pytest.raises(ValueError, match=words):
         specbranch(model, **arguments)
     assert type(model) is type(target)
+
+
+def test_an_error_names_several_models_by_their_classes(target, draft):
+    with pytest.raises(ValueError, match=r"draft=\[LlamaForCausalLM, 'lookup', LlamaForCausalLM\]: expected one"):
+        specbranch(copy.deepcopy(target), draft=[draft, "lookup", draft])

@@ -69,7 +69,7 @@ def find_in_corpus(
 ) -> Matches:
     """Find the longest match of each text's end in a corpus. Takes the arguments of `find_in_text_reference`."""
     device, size = ids.device, corpus.tokens.shape[0]
-    if not len(corpus.keys):
+    if not len(corpus.keys) or longest < ORDER:
         none = torch.zeros_like(length)
         return Matches(none[:, None].expand(-1, count), none, none)
     back = torch.arange(longest, device=device)  # [L]
