@@ -10,7 +10,9 @@ from hf_specbranch.planning import product_time
 from hf_specbranch.planning.costs import StepCosts
 from hf_specbranch.planning.knowledge import knowledge_of
 from hf_specbranch.planning.product_time import WIDTHS, first_factors
+from hf_specbranch.planning.sizes import predicted_costs, size_of
 
+from .families import make
 from .models import attached, prompt
 
 COSTS = StepCosts(0.01, passes=((0.0, 0.01), (8.0, 0.02)))
@@ -24,11 +26,14 @@ def large(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A product of so many rows takes so many seconds, and a second more."""
-    now, linear = [0.0], torch.nn.functional.linear
+    """A product of so many rows takes so many seconds, and a second more; the first one reads the weight from disk."""
+    now, read, linear = [0.0], {}, torch.nn.functional.linear
 
     def timed(x, weight):
         now[0] += 1.0 + len(x)
+        if id(weight) not in read:
+            read[id(weight)] = weight
+            now[0] += 100.0
         return linear(x, weight)
 
     monkeypatch.setattr(product_time.nn.functional, "linear", timed)
@@ -46,6 +51,13 @@ def test_factors_are_measured_over_predicted(rows, large, clock, target):
 
 def test_small_models_are_not_measured(target):
     assert not first_factors(target, COSTS, rows=1).passes
+
+
+def test_mixtures_are_not_measured(large):
+    """Their passes grow with the experts that are read, and their largest linear layers are those of attention."""
+    model = make("qwen2-moe")
+    expected = predicted_costs(size_of(model), size_of(model), captured=False)
+    assert expected.pass_seconds(8) > 2 * expected.pass_seconds(0) and not first_factors(model, expected, 1).passes
 
 
 class Sharded(torch.Tensor):
