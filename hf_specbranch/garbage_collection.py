@@ -8,9 +8,11 @@ transformers.
 from __future__ import annotations
 
 import gc
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, get_ident
 
 
 class _GarbageCollection:
@@ -18,7 +20,7 @@ class _GarbageCollection:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.pauses = 0
+        self.pauses: Counter[int] = Counter()  # by thread, of those that have any
         self.was_enabled = False
 
     def pause(self) -> None:
@@ -26,16 +28,25 @@ class _GarbageCollection:
             if not self.pauses:
                 self.was_enabled = gc.isenabled()
                 gc.disable()
-            self.pauses += 1
+            self.pauses[get_ident()] += 1
 
     def resume(self) -> None:
         with self.lock:
-            self.pauses -= 1
+            self.pauses -= Counter([get_ident()])
             if not self.pauses and self.was_enabled:
                 gc.enable()
 
+    def continue_in_child(self) -> None:
+        """Forget the other threads, in a child process, where only the one that forked still runs."""
+        paused, own = bool(self.pauses), self.pauses[get_ident()]
+        self.lock, self.pauses = Lock(), Counter({get_ident(): own} if own else ())
+        if paused and not own and self.was_enabled:
+            gc.enable()
+
 
 _garbage_collection = _GarbageCollection()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_garbage_collection.continue_in_child)
 
 
 @contextmanager
