@@ -63,6 +63,32 @@ def test_changed_file_ends_it(change, name, root):
     assert digest.computed == 2
 
 
+def link(root, name, to):
+    try:
+        (root / name).symlink_to(to)
+    except OSError:
+        pytest.skip("no links here")
+
+
+def test_changed_file_in_a_linked_folder_ends_it(root, tmp_path):
+    """An editable installation of Triton links to the folders of its backends."""
+    file = tmp_path / "third_party" / "compiler.py"
+    file.parent.mkdir()
+    file.write_text("one")
+    link(root, "backends/amd", file.parent)
+    digest = Digest()
+    kept_key(root, digest)
+    longer(file)
+    kept_key(root, digest)
+    assert digest.computed == 2
+
+
+def test_link_to_nothing_is_no_error(root, tmp_path):
+    link(root, "_C/gone.so", tmp_path / "gone.so")
+    digest = Digest()
+    assert kept_key(root, digest) == KEY and digest.computed == 1
+
+
 def test_another_place_has_another_digest(root, tmp_path):
     digest = Digest()
     kept_key(root, digest)

@@ -43,7 +43,11 @@ def kept_key(root: Path, compute: Callable[[], Any]) -> str:
     directory = folder("triton")
     if directory is None:
         return str(compute())
-    path = directory / (hashlib.sha256(repr((str(root), _files(root))).encode()).hexdigest()[:32] + ".txt")
+    try:
+        files = _files(root)
+    except OSError:  # such as a link to a file that is gone
+        return str(compute())
+    path = directory / (hashlib.sha256(repr((str(root), files)).encode()).hexdigest()[:32] + ".txt")
     try:
         key = path.read_text()
     except (OSError, ValueError):
@@ -55,11 +59,12 @@ def kept_key(root: Path, compute: Callable[[], Any]) -> str:
 
 
 def _files(root: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file."""
+    """Return name, size and time of each file. Where Triton is being developed, its backends are linked folders."""
     found = []
     for name in FILES:
         place = root / name
-        inside = [place] if place.is_file() else [Path(at, file) for at, _, files in os.walk(place) for file in files]
+        walked = os.walk(place, followlinks=True)  # nothing for a file
+        inside = [place] if place.is_file() else [Path(at, file) for at, _, files in walked for file in files]
         for file in inside:
             if "__pycache__" not in file.parts:
                 status = file.stat()
