@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import os
+import signal
 import sys
 import threading
 from contextlib import nullcontext
@@ -270,6 +272,23 @@ def test_a_launch_waits_for_the_background_build_even_if_that_fails(new_process)
     build_in_background(in_background, GPU)
     kernel(launch=lambda: order.append("launched"))[(1,)]()
     assert order == ["failed", "launched"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_process_does_not_wait_for_the_background_build(new_process):
+    """It has no such thread."""
+    ready = threading.Event()
+    new_process.start_background(ready.wait)
+    if not (child := os.fork()):
+        signal.alarm(PATIENCE)
+        try:
+            new_process.wait_for_triton()
+        finally:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    ready.set()
+    assert not status
 
 
 def test_without_a_background_thread_nothing_waits_for_it(new_process, monkeypatch):

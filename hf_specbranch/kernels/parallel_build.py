@@ -127,8 +127,8 @@ class BuildState:
                 self.background = thread
 
     def wait_for_triton(self) -> None:
-        """Wait until the background thread, if there is one, has initialised Triton."""
-        if self.background is not None:
+        """Wait until the background thread, if there is one, has initialised Triton. A forked process has none."""
+        if self.background is not None and self.background.is_alive():
             self.triton_ready.wait()
 
 
