@@ -75,13 +75,14 @@ def _classes_of(model: PreTrainedModel) -> str:
 @lru_cache
 def _our_files() -> str:
     """Return a digest of the names, sizes and times of the files of this package."""
-    return hashlib.sha256(repr(sorted(_files_in(str(Path(__file__).parent)))).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(files_in(str(Path(__file__).parent)))).encode()).hexdigest()
 
 
-def _files_in(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+def files_in(directory: str, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    """Yield name, size and time of the files of a package that decide what it computes: code, and plans of products."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _files_in(entry.path, f"{prefix}{entry.name}/")
-            elif entry.name.endswith((".py", ".json")):  # plans of products are files too
+                yield from files_in(entry.path, f"{prefix}{entry.name}/")
+            elif entry.name.endswith((".py", ".json")):
                 yield prefix + entry.name, entry.stat().st_size, entry.stat().st_mtime_ns

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_specbranch.kept_checks import load_check
+from hf_specbranch.kept_checks import files_in, load_check
 from hf_specbranch.layers import angles, check, fused
 from hf_specbranch.layers.fuse import CHECK
 from hf_specbranch.layers.kept_errors import KeptErrors
@@ -227,3 +227,11 @@ def test_errors_of_other_modules_are_ignored_from_there_on():
     assert kept.look_up([first, second]) is None and not kept.earlier
     kept.add({first: 1.0, second: 2.0})
     assert kept.look_up([first]) is None and kept.found == [{"0": 0.5}, {"0": 1.0, "1": 2.0}]
+
+
+def test_plans_of_products_are_among_the_files_of_this_package(tmp_path):
+    """They decide which kernels run."""
+    for name in ("kernels/products.json", "kernels/linear.py", "README.md"):
+        (file := tmp_path / name).parent.mkdir(exist_ok=True)
+        file.write_text("one")
+    assert {name for name, _, _ in files_in(str(tmp_path))} == {"kernels/products.json", "kernels/linear.py"}
