@@ -36,9 +36,6 @@ def runs_known_code(model: PreTrainedModel, attention: str) -> bool:
         >>> target, _, _ = load_demo_pair()
         >>> runs_known_code(target, "sdpa")
         True
-        >>> hook = target.register_forward_hook(lambda *_: None)
-        >>> runs_known_code(target, "sdpa")
-        False
     """
     modules = every_module(model)
     classes = set(map(class_of, modules))
