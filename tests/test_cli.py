@@ -14,11 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import hf_specbranch
-from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
+from hf_specbranch import SpecBranchConfig, load_demo_pair, mixin, specbranch
 from hf_specbranch.cli import app, main
 from hf_specbranch.cli.conversation import Conversation
 from hf_specbranch.cli.generate import prompt_from
 from hf_specbranch.cli.options import GenerationOptions
+from hf_specbranch.fallback import FallBack
 
 from .models import slowly
 
@@ -197,6 +198,28 @@ def test_warmup_refuses_batch_sizes(sizes, capsys, monkeypatch):
     assert code == 1 and errors.startswith(f"error: --batch-sizes {sizes}: expected whole numbers above 0")
 
 
+@pytest.fixture
+def left_to_transformers(monkeypatch):
+    """Calls that transformers' own decoding takes, as it does where a model cannot be served."""
+
+    def refuse(call):
+        raise FallBack("a reason")
+
+    monkeypatch.setattr(mixin, "speculate", refuse)
+
+
+def test_text_of_transformers_own_decoding_has_no_statistics(pair, left_to_transformers, tmp_path):
+    expected = continuation(pair, PROMPT, 6)
+    said = run("generate", PROMPT, "--max-new-tokens", 6)
+    assert said.exit_code == 0 and expected.strip() in said.stdout and "transformers' own decoding ran" in said.stderr
+    said = run("generate", PROMPT, "--max-new-tokens", 6, "--json")
+    assert json.loads(said.stdout) == {"prompt": PROMPT, "text": expected, "stats": None}
+    said = run("chat", "--max-new-tokens", 6, input=f"{PROMPT}\n/stats\n")
+    assert said.exit_code == 0 and expected.strip() in said.stdout and "transformers' own decoding ran" in said.stderr
+    said = run("trace", PROMPT, "--max-new-tokens", 6, "--out", tmp_path)
+    assert "nothing was recorded" in str(said.exception)
+
+
 # ---- chat
 
 
@@ -229,6 +252,25 @@ def test_later_turns_reuse_the_cache(template):
         )
         assert torch.equal(alone, chat.text) and answer
         assert turn == 0 or before - 2 <= chat.kept < length
+
+
+def test_an_interrupted_answer_of_transformers_leaves_no_cache_behind(left_to_transformers):
+    """It is interrupted after the prompt has been read, before the first token."""
+    target, draft, tokenizer = load_demo_pair()
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    chat = Conversation(specbranch(target, draft=draft), tokenizer, arguments)
+    chat.answer(PROMPT)
+
+    def interrupt(input_ids, scores):
+        raise KeyboardInterrupt
+
+    chat.arguments = arguments | {"logits_processor": [interrupt]}
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer("numbers = [7, 7, 7]")
+    chat.arguments = arguments
+    chat.answer("def is_even(n):")
+    alone = target.generate(chat.text[:, :-12], attention_mask=torch.ones((1, chat.text.shape[1] - 12)), **arguments)
+    assert torch.equal(alone, chat.text)
 
 
 @pytest.mark.parametrize("template", [slowly(None), TEMPLATE], ids=["without a template", "with a template"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import options
-from .printing import leaving_cleanly, note
+from .printing import NO_STATISTICS, leaving_cleanly, note
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -69,11 +69,11 @@ def _command(line: str, conversation: Conversation) -> None:
     elif not conversation.stats:
         note("no answer has ended yet: there are no statistics")
     else:
-        turns, last = conversation.stats, conversation.stats[-1]
-        note(str(last))
+        note(str(conversation.stats[-1] or NO_STATISTICS))
         note(f"{conversation.kept} tokens of the prompt were in the cache")
-        seconds = sum(stats.total_seconds for stats in turns)
-        note(f"{len(turns)} answers, {sum(stats.new_tokens for stats in turns) / seconds:.1f} tokens per second")
+        turns = [stats for stats in conversation.stats if stats is not None]
+        if seconds := sum(stats.total_seconds for stats in turns):
+            note(f"{len(turns)} answers, {sum(stats.new_tokens for stats in turns) / seconds:.1f} tokens per second")
 
 
 def _answer(line: str, conversation: Conversation, as_json: bool) -> None:
@@ -90,4 +90,5 @@ def _answer(line: str, conversation: Conversation, as_json: bool) -> None:
         note("(stopped; the conversation goes on from here)")
         return
     if as_json:
-        print(json.dumps({"answer": answer, "stats": conversation.stats[-1].to_dict()}), flush=True)
+        stats = conversation.stats[-1]
+        print(json.dumps({"answer": answer, "stats": stats and stats.to_dict()}), flush=True)

@@ -35,7 +35,7 @@ class Conversation:
         self.cache = DynamicCache(config=self.model.config)
         self.read = self.text  # [1, M] the tokens in the cache
         self.kept = 0  # how many of them the last turn reused
-        self.stats: list[SpecBranchStats] = []
+        self.stats: list[SpecBranchStats | None] = []  # of each turn; None: transformers' own decoding ran
 
     def answer(self, line: str, streamer: Any = None) -> str:
         """Answer a line of the user.
@@ -63,7 +63,7 @@ class Conversation:
         answer = self._add(messages, out.sequences, ids.shape[1])
         self.kept = kept
         self.read = out.sequences[:, : self.cache.get_seq_length()]
-        self.stats.append(out.stats)
+        self.stats.append(getattr(out, "stats", None))
         return answer
 
     def _add(self, messages: list[dict[str, str]], text: Tensor, before: int) -> str:
@@ -89,6 +89,8 @@ class Conversation:
     def _keep(self, ids: Tensor) -> int:
         """Crop the cache to the prefix that it shares with `ids` [1, L], and return the length of that prefix."""
         length = self.read.shape[1]
+        if self.cache.get_seq_length() != length:  # transformers' own decoding was interrupted, and has added to it
+            self.cache, length = DynamicCache(config=self.model.config), 0
         shared = min(length, ids.shape[1] - 1)
         differs = (self.read[0, :shared] != ids[0, :shared]).nonzero()
         kept = int(differs[0, 0]) if len(differs) else shared

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import options
-from .printing import leaving_cleanly, note
+from .printing import NO_STATISTICS, leaving_cleanly, note
 
 
 @options.with_generation_options()
@@ -47,12 +47,13 @@ def generate(
             streamer=streamer,
             return_dict_in_generate=True,
         )
+        stats = getattr(out, "stats", None)
         if as_json:
             new = out.sequences[0, inputs["input_ids"].shape[1] :]
             continuation = tokenizer.decode(new, skip_special_tokens=True)
-            print(json.dumps({"prompt": text, "text": continuation, "stats": out.stats.to_dict()}))
+            print(json.dumps({"prompt": text, "text": continuation, "stats": stats and stats.to_dict()}))
         elif not quiet:
-            note(f"\n{out.stats}")
+            note(f"\n{stats or NO_STATISTICS}")
 
 
 def prompt_from(prompt: str | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import rich.console
 import typer
 
+NO_STATISTICS = "no statistics: transformers' own decoding ran"
 INTERRUPTED, TERMINATED = 130, 143  # exit codes that shells expect after Ctrl-C and SIGTERM
 
 

@@ -37,7 +37,9 @@ def record(model: Any, tokenizer: Any, prompt: str, **arguments: Any) -> Recordi
     if "stop_strings" in arguments:
         arguments["tokenizer"] = tokenizer
     arguments |= {"return_dict_in_generate": True, "speculation_observer": observer}
-    stats = model.generate(**inputs, **arguments).stats
+    stats = getattr(model.generate(**inputs, **arguments), "stats", None)
+    if stats is None:
+        raise ValueError("nothing was recorded: transformers' own decoding ran, and a warning says why")
     log = observer.tokens
     tokens = {each.token for each in log.drafted} | {each.token for each in log.committed}
     texts = token_texts(tokenizer, tokens, anchor=int(inputs["input_ids"][0, -1]))
