@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .parallel_build import Kernel
+
+logger = logging.getLogger(__name__)
 
 try:
     triton: Any = importlib.import_module("triton")
@@ -68,7 +71,26 @@ def serves(device: torch.device) -> bool:
     """Return whether Triton runs on this device, natively or interpreted."""
     if triton is None or _references_only.get():
         return False
-    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+    return (device.type == "cuda" or (INTERPRETED and device.type == "cpu")) and _compiles(triton.__version__)
+
+
+@lru_cache
+def _compiles(version: str) -> bool:
+    """Return whether this version of Triton compiles our kernels; say so once if it does not."""
+    if _is_from(version, 3, 4):
+        return True
+    logger.warning("hf_specbranch runs without its GPU kernels: they need Triton 3.4 (torch 2.8), this is %s", version)
+    return False
+
+
+def _is_from(version: str, *least: int) -> bool:
+    """Return whether a version of Triton is at least this one.
+
+    Example:
+        >>> _is_from("3.5.1", 3, 4), _is_from("3.3.1+git", 3, 4)
+        (True, False)
+    """
+    return tuple(int(part) for part in version.split(".")[: len(least)]) >= least
 
 
 _references_only: ContextVar[bool] = ContextVar("references_only", default=False)
@@ -92,7 +114,8 @@ def dependent_launch(device: torch.device, late: bool = False, at_end: bool = Fa
     """Return the launch options for programmatic dependent launch (PDL), where the GPU has it (compute capability 9).
 
     The next kernel is then set up while this one still runs. A kernel calls `launch_dependents` first, and
-    `wait_for_dependencies` or `wait_after` before it reads or writes anything that is not constant.
+    `wait_for_dependencies` or `wait_after` before it reads or writes anything that is not constant. Before Triton 3.5
+    kernels with these instructions do not compile.
 
     Args:
         device: of the kernel.
@@ -101,7 +124,8 @@ def dependent_launch(device: torch.device, late: bool = False, at_end: bool = Fa
         at_end: the next kernel may start only when all programs of this one have ended. It is set up before that, but
             takes no registers from a kernel that needs those of whole multiprocessors.
     """
-    supported = cuda is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    supported = device.type == "cuda" and triton is not None and _is_from(triton.__version__, 3, 5)
+    supported = supported and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": AT_END if at_end else LATE if late else EARLY, "launch_pdl": True} if supported else {"PDL": 0}
 
 
@@ -170,8 +194,7 @@ def multiplies_tiles(device: torch.device) -> bool:
 @lru_cache
 def fewest_columns() -> int:
     """Return the fewest columns of the right operand that `tl.dot` takes: 8 from Triton 3.5 on, 16 before."""
-    major, minor = (int(part) for part in triton.__version__.split(".")[:2])
-    return 8 if (major, minor) >= (3, 5) else 16
+    return 8 if _is_from(triton.__version__, 3, 5) else 16
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
-from ..kernels.backend import HALF_PRECISION
+from ..kernels.backend import HALF_PRECISION, serves
 from ..layers.base import ThreadForward
 from ..model_state import (
     adapter_state,
@@ -125,6 +125,8 @@ def idle_for(model: PreTrainedModel, runtime: str, kernels: bool | str) -> list[
 
 
 def _uses_kernels(model: PreTrainedModel, kernels: bool | str) -> bool:
+    if model.device.type == "cuda" and not serves(model.device):  # there is no Triton, or an old one
+        return False
     if getattr(model, "_tp_size", None) is not None:  # its layers communicate, so they run as transformers wrote them
         return False
     if getattr(model, "own_layers_only", False):  # they are given more than those that our kernels replace
