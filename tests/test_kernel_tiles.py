@@ -81,6 +81,17 @@ def test_kernel_tile_product_normalises(kind, rows, form, plan, activation):
 
 
 @where_triton_runs
+@pytest.mark.parametrize("form", [PLAIN, GEMMA])
+def test_tiles_take_a_norm_with_weights_in_float32(form):
+    """Some models keep them so. A norm that does not round at its end then returns float32."""
+    torch.manual_seed(0)
+    packed, _ = random_packed("symmetric", 24, 256, 128, torch.float16, DEVICE)
+    x, norm = randn(3, 256, dtype=torch.float16), Norm(randn(256), 1e-6, form)
+    expected = quantised_reference(norm_reference(x, norm).half(), packed, None)
+    assert_close(tile_product(x, packed, None, ONE, norm=norm), expected)
+
+
+@where_triton_runs
 @pytest.mark.parametrize(
     ("kind", "batch", "tokens", "plan"),
     [("symmetric", 1, 1, ONE), ("symmetric", 2, 2, STEPS), ("symmetric", 1, 3, ONE), ("dense", 2, 2, ONE)],
@@ -241,20 +252,21 @@ def splits_used(spans, heads):
 
 @where_triton_runs
 def test_splits_that_a_product_leaves_to_the_kernel():
-    """Of several tokens, of quantised weights, of more splits, and for plans that do not keep x."""
+    """Of several tokens or tiny heads, of quantised weights, of more splits, and for plans that do not keep x."""
     plan = Plan(1, 0, 16, 2, 1)
     weight, _ = random_packed("dense", 24, 256, 128, torch.float16, DEVICE)
     float8, _ = random_packed("float8", 24, 256, 128, torch.float16, DEVICE)
 
-    def heads(queries, splits):
+    def heads(queries, splits, size=64):
         spans = torch.tensor([0, 64 * splits, 0, 0], dtype=SPANS, device=DEVICE).expand(1, 1, queries, 4)
-        results, sums = randn(1, queries, splits, 256), randn(1, queries, 4, splits)
+        results, sums = randn(1, queries, splits, 256), randn(1, queries, 256 // size, splits)
         return SplitHeads(results, sums, spans, 64, 2, torch.float16)
 
     usual = heads(1, 3)
     assert combines(usual, weight, plan) and not combines(usual._replace(spans=None), weight, plan)
     left = [
         (heads(2, 3), weight, plan),
+        (heads(1, 3, size=2), weight, plan),
         (usual, float8, plan),
         (heads(1, MOST_FOR_PRODUCT + 1), weight, plan),
         (usual, weight, Plan(1, 0, 16, 1, 1)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import gemv, tile_plans, tiles
+from . import gemv, tile_plans, tile_splits, tiles
 from .combine import MOST_FOR_PRODUCT, SplitHeads
 from .gated import Activation
 from .linear import Plan
@@ -34,7 +34,9 @@ def few_rows(
 def combines(x: SplitHeads, weight: Packed, plan: Plan) -> bool:
     """Return whether the kernel of this plan takes splits of x as they are."""
     rows, splits = x.sums.shape[0] * x.sums.shape[1], x.sums.shape[3]
-    return x.spans is not None and splits <= MOST_FOR_PRODUCT and tile_plans.combines(weight, plan, rows)
+    whole_loads = x.size % tile_splits.ELEMENTS == 0
+    takes = x.spans is not None and splits <= MOST_FOR_PRODUCT and whole_loads
+    return takes and tile_plans.combines(weight, plan, rows)
 
 
 def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:

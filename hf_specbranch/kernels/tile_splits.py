@@ -11,7 +11,8 @@ from .gemv_loads import number
 from .tile_fragments import first_column, narrow
 from .tile_loads import load_here, load_words
 
-LOADS = 16  # of four elements by a thread at a time
+ELEMENTS = 4  # of one head, that a thread loads at once
+LOADS = 16  # of so many elements by a thread at a time
 
 
 @jit

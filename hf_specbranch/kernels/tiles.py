@@ -104,7 +104,7 @@ def kernel_arguments(
     """
     rows, depth, form = len(flat), weight.shape[1], format_of(weight)
     if norm is not None and norm.weight.dtype != dtype:
-        flat, norm = normalise(flat, norm), None
+        flat, norm = normalise(flat, norm).to(dtype), None
     data, scale = weight.data.view(torch.int32), weight.scale
     zero = scale if weight.zero is None else weight.zero
     words = flat.view(torch.int32)  # two elements each
