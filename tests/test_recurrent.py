@@ -98,6 +98,26 @@ def test_recurrent_draft_of_an_attention_target(policy):
     assert_equal(plain, specbranch(copy.deepcopy(plain)), plain_model("mamba2"), config(policy, epsilon=0.1), rows=2)
 
 
+@pytest.mark.parametrize("policy", ["vanilla", "specbranch"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_recurrent_draft_of_a_prompt_without_tokens(captured, policy, request):
+    """The draft begins with the first new token, in states that know nothing of an earlier text."""
+    if captured:
+        request.getfixturevalue("graph_runners")
+    plain, model, draft = attached_pair("lfm2")
+    inputs = prompt(rows=2, length=7, vocabulary=40)
+    asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    asked |= {"attention_mask": inputs["attention_mask"]}
+    asked |= {"inputs_embeds": plain.get_input_embeddings()(inputs["input_ids"]).detach()}
+    accepted = []
+    for _ in range(2):
+        out = model.generate(**asked, assistant_model=draft, specbranch=config(policy, epsilon=0.0))
+        assert torch.equal(out, plain.generate(**asked))
+        accepted.append(model.specbranch_stats.num_accepted_tokens)
+        assert_equal(plain, model, draft, config(policy, epsilon=0.0), rows=2)
+    assert accepted[0] == accepted[1] > 0
+
+
 def test_plans_change_in_mid_text():
     """The planner lets the drafter read the text again."""
     plain, model, draft = attached_pair("mamba", noise=0.02)

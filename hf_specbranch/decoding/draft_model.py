@@ -126,6 +126,18 @@ class DraftModel:
         if self.guide is not None:  # the guide must see every prefix, the prompt included
             self.next_distribution(tokens, torch.tensor([tokens.shape[1]]), self._expanded(logits[:, None]))
 
+    def begin_without_text(self) -> None:
+        """Give a recurrent draft the states before the first token, where the prompt has none (`inputs_embeds`).
+
+        Its layers make their states in a first pass, over a token that is forgotten.
+        """
+        self.runner.remembered = NOTHING
+        self.stats.draft_forwards += 1
+        self.runner.cache.forget()
+        self.runner.prefill(torch.zeros_like(self.positions[:, :1]), self.positions[:, :1], None)
+        self.runner.cache.forget()
+        self.runner.cache.mark(0)
+
     def _read(self, tokens: Tensor, start: int) -> None:
         """Read the columns of a text [1, P] from `start` on."""
         columns = torch.arange(start, tokens.shape[1], device=self.device)[None]

@@ -69,6 +69,8 @@ class Drafter:
             pending = self.round.pending
             self.model.prefill(pending.ids[:, : self.model.prefix_length(length, pending.start)])
             pending.cached.copy_(pending.start)
+        elif self.model.runner.is_recurrent:
+            self.model.begin_without_text()
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         """Adopt what survived the last round, and return what to verify: the pending draft, or a new one."""
