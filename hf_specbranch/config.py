@@ -20,9 +20,9 @@ DEFAULT_DRAFT_LENGTH = 8
 # is a stage of its own, and the host stops the draft (`stepwise_drafter`), which pays if a step takes long: one of a
 # 0.5B draft took 0.55 ms where its target took 1.4 ms per pass, one of a 68M draft 0.05 ms where a 7B target took 3.6.
 DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
-# Replayed on 112 texts of a real pair, 0.6 is within 3% of the best threshold for drafts of 0.15B to 1.3B and targets
-# of 1.5B to 33B.
-STEPWISE, STEPWISE_THRESHOLD = 0.1, 0.6
+# Such a draft stops where a further step would cost more than it is likely to save (`step_worth`), unless the user has
+# set a threshold. COST_THRESHOLD takes the place of that where the host does not decide.
+STEPWISE, BY_COST, COST_THRESHOLD = 0.1, "cost", 0.6
 CAPTURED_LENGTH = 4  # gamma in one captured stage for a draft that is not cheap; others take the default
 REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
 BLOCK_SIZE = 16  # tokens that our kernels process in about the time of one; captured passes stay within it
@@ -105,8 +105,9 @@ class SpecBranchConfig:
         confidence_threshold: epsilon. Drafting stops at the first position where the draft's largest probability is
             below it. 0 never stops: drafts of fixed length. "auto" takes `assistant_confidence_threshold` of the
             generation config, else 0.4. Where stages are captured as CUDA graphs and no head decides, it takes 0.02, or
-            0.6 under "vanilla" for a draft that is not 50 times smaller than its target. From 0.1 on, a captured draft
-            that stops takes no further steps.
+            "cost" under "vanilla" for a draft that is not 50 times smaller than its target. "cost": drafting stops
+            where a further step takes more time than its token is likely to save; 0.6 where stages are not captured.
+            From 0.1 on and by cost, a captured draft that stops takes no further steps.
         max_branches: k_max, the most branches at a branch point.
         max_rejection_branches: the most branches opened before the branch point, at the draft tokens most likely to be
             rejected, so that the target's correction is already continued ("specbranch" only). 0: branches at the
@@ -190,8 +191,8 @@ class SpecBranchConfig:
                 _whole_number(name, given, or_else=', 0 or "auto"')
         epsilon = self.confidence_threshold
         is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-        if epsilon != "auto" and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
-            raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, or "auto"')
+        if epsilon not in ("auto", BY_COST) and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
+            raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, "auto" or {BY_COST!r}')
         for name in ("overlap", "prefix_reuse"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ValueError(f"{name}={given!r}: expected True or False")
@@ -222,6 +223,11 @@ class SpecBranchConfig:
         return self.threshold() >= STEPWISE
 
     @property
+    def stops_by_cost(self) -> bool:
+        """Whether a captured draft stops where a further step costs more than it is likely to save."""
+        return self.confidence_threshold == BY_COST
+
+    @property
     def lookup_tokens(self) -> int:
         """The most tokens that a lookup proposes, as a number."""
         return 0 if isinstance(self.prompt_lookup_num_tokens, str) else self.prompt_lookup_num_tokens
@@ -230,6 +236,8 @@ class SpecBranchConfig:
         """Return epsilon as a number; `alone`: stages are captured, and no head or other hook decides."""
         if not isinstance(self.confidence_threshold, str):
             return self.confidence_threshold
+        if self.stops_by_cost:
+            return COST_THRESHOLD
         return DEFAULT_CAPTURED_THRESHOLD if alone else DEFAULT_THRESHOLD
 
     def decided(self, captured: bool = False, cheap: bool = True, alone: bool = True) -> SpecBranchConfig:
@@ -242,7 +250,8 @@ class SpecBranchConfig:
         """
         large = captured and not cheap
         stepwise = large and alone and self.policy == "vanilla" and self.confidence_threshold == "auto"
-        short = large and not stepwise and self.threshold(alone) < STEPWISE
+        by_cost = stepwise or (captured and self.stops_by_cost)
+        short = large and not by_cost and self.threshold(alone) < STEPWISE
         beyond = captured and self.policy == "auto"  # also what the paper does not have
         outcomes, leaves = self.max_rejection_branches, self.tree_leaves
         if outcomes == "auto":
@@ -256,7 +265,7 @@ class SpecBranchConfig:
             self,
             policy="specbranch" if self.policy == "auto" else self.policy,
             max_draft_length=CAPTURED_LENGTH if short and self.max_draft_length == "auto" else self.draft_length,
-            confidence_threshold=STEPWISE_THRESHOLD if stepwise else self.threshold(alone=captured and alone),
+            confidence_threshold=BY_COST if by_cost else self.threshold(alone=captured and alone),
             max_rejection_branches=outcomes,
             tree_leaves=leaves,
             prompt_lookup_num_tokens=lookup,

@@ -339,6 +339,30 @@ def test_extend(case, further, stops):
 
 
 @on_kernels(examples=15)
+@given(cases("vanilla"))
+def test_more_steps(case):
+    """A host that stops a draft hears the confidence of its last token."""
+    pair = [make_drafter(in_triton, case, kind=StepwiseDrafter) for in_triton in (False, True)]
+    round, found = pair[0].round, []
+    round.going.fill_(True)
+    round.bound.copy_(round.pending.end + randint(-1, 2, (case.rows,)))
+    logits = some_logits(pair[0], 1)
+    for drafter in pair:
+        ops, own = drafter.ops, drafter.round
+        own.going.copy_(round.going)
+        own.bound.copy_(round.bound)
+        ops.draft_inputs(0)
+        before = own.pending.end.clone()
+        ops.extend(logits, own.going, own.bound, stops=True)
+        found.append(ops.more_steps)
+        last = own.pending.confidence[own.pending.rows, before % own.pending.ring]
+        going = own.going & (own.pending.end < own.bound)
+        expected = torch.where(going, 1 + last * rounds.CONFIDENCE_UNITS, 0)
+        torch.testing.assert_close(ops.more_steps.float(), expected, rtol=0, atol=2)
+    assert torch.equal(*(more > 0 for more in found))
+
+
+@on_kernels(examples=15)
 @given(cases("specbranch", width=st.integers(2, 4)), st.integers(0, 3))
 def test_extend_branches(case, step):
     pair = both(case)

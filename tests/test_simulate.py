@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.bench.prompts import python_prompts
+from hf_specbranch.planning.agreement import typical_agreement
 from hf_specbranch.planning.simulate import (
     ABSENT,
     Agreement,
@@ -111,6 +112,33 @@ def test_captured_drafts_that_stop_early_send_the_uncertain_token_and_take_no_fu
     # Before a branch point the token is not sent, although its step has run.
     ahead = replay(unsure, replace(settings, policy="specbranch"), captured=True)
     assert (ahead[0].committed, ahead[0].steps_before) == (2, 2)
+
+
+def test_captured_drafts_that_stop_by_cost():
+    """They take a step as long as the product of their confidences, here 0.9 each, is above what it costs in tokens."""
+    sure = Agreement((0.9,) * 61, (0,) * 61, candidates=4, chances=((0.9, 0.1, 0, 0),) * 61)
+    settings = SpecBranchConfig("vanilla", max_draft_length=8, confidence_threshold="cost", tree_leaves=0)
+    for least_chance, steps in ((0.0, 8), (0.7, 4), (0.85, 2), (1.0, 1)):
+        rounds = replay(sure, settings, captured=True, least_chance=least_chance)
+        assert (rounds[0].steps_before, rounds[0].committed) == (steps, steps + 1)
+    eager = replay(sure, settings, least_chance=0.85)
+    assert eager == replay(sure, replace(settings, confidence_threshold=0.6))
+
+
+def test_an_expensive_draft_that_stops_by_cost_is_predicted_to_draft_less():
+    settings = SpecBranchConfig("vanilla", max_draft_length=8, confidence_threshold="cost", tree_leaves=0)
+    texts = [typical_agreement(4)]
+    steps, speeds = [], []
+    for step in (1e-5, 1e-3, 3e-3):
+        costs = StepCosts(target_pass=0.01, draft_step=step)
+        found = predict(texts, settings, costs, captured=True)
+        steps.append(found.draft_steps_per_pass)
+        speeds.append(found.speedup)
+        for fixed in (0.2, 0.6):
+            other = predict(texts, replace(settings, confidence_threshold=fixed), costs, captured=True)
+            assert found.speedup > 0.97 * other.speedup
+    assert steps == sorted(steps, reverse=True) and speeds == sorted(speeds, reverse=True)
+    assert steps[0] > 5 and steps[2] < 3
 
 
 def test_effective_config_of_auto():

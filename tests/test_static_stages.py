@@ -6,8 +6,10 @@ from transformers import LogitsProcessor
 
 from hf_specbranch import SpeculationHook, load_demo_pair
 from hf_specbranch.bench import python_prompts
+from hf_specbranch.decoding import call_costs
 from hf_specbranch.decoding.draft_model import DraftModel
 from hf_specbranch.decoding.scoring import has_static_form
+from hf_specbranch.planning.costs import StepCosts
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.mask_probe import mask_maker_for
 from hf_specbranch.runtime.overlap import Overlap
@@ -75,6 +77,22 @@ def test_a_draft_that_stops_takes_no_further_steps(rows, target, draft, monkeypa
         assert getattr(stepwise, name) == getattr(whole, name), name
     rounds = whole.target_forwards - 1
     assert whole.draft_forwards == 1 + 6 * rounds and rounds < stepwise.draft_forwards - 1 < 6 * rounds
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_stops_where_a_step_costs_more_than_it_saves(rows, target, draft, monkeypatch):
+    """The cheaper a step, the longer the drafts; what is generated stays the same."""
+    model, asked = attached(target), {**prompt(rows), "max_new_tokens": 24, "do_sample": False}
+    expected, drafted = target.generate(**asked), []
+    for step in (0.0, 0.1, 100.0):
+        monkeypatch.setattr(call_costs, "predicted_costs", lambda *_, step=step: StepCosts(1.0, draft_step=step))
+        settings = config("vanilla", gamma=6, epsilon="cost", tree_leaves=3)
+        out = model.generate(**asked, assistant_model=draft, specbranch=settings)
+        stats = model.specbranch_stats
+        assert torch.equal(out, expected) and not stats.slowed_by
+        assert_counts_add_up(stats)
+        drafted.append((stats.draft_forwards - 1) / (stats.target_forwards - 1))
+    assert 4.5 < drafted[0] <= 6 and drafted[0] > drafted[1] > drafted[2] == 1  # the last drafts have less room
 
 
 @pytest.mark.parametrize("length", [32, 33, 70])
@@ -181,23 +199,30 @@ def test_length_head_runs_inside_the_stage(monkeypatch):
 
 @pytest.mark.parametrize("drafting", [pytest.param("greedy", marks=pytest.mark.slow), "sample"])
 @pytest.mark.parametrize(
-    "policy", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "pearl")), "specbranch"]
+    ("policy", "epsilon"),
+    [slowly("vanilla", 0.2), slowly("pearl", 0.2), ("vanilla", "cost"), ("specbranch", 0.2)],
 )
-def test_samples_follow_the_targets_distribution(policy, drafting):
+def test_samples_follow_the_targets_distribution(policy, epsilon, drafting):
     model, _ = sampling_pair()
     more = {"draft_sampling": drafting, "max_rejection_branches": 3, "tree_leaves": 3}
-    settings = config(policy, gamma=2, k=3, epsilon=0.2, **more)
+    settings = config(policy, gamma=2, k=3, epsilon=epsilon, **more)
     assert p_value(draw(settings, samples=6_000), exact_distribution(model)) > SMALLEST_P
 
 
-def test_sampling_is_repeatable(target, draft):
+@pytest.mark.parametrize(
+    ("rows", "settings"), [(2, {}), (1, {"policy": "vanilla", "confidence_threshold": "cost"})], ids=["auto", "cost"]
+)
+def test_sampling_is_repeatable(rows, settings, target, draft, monkeypatch):
+    """Whatever was measured or is still in memory."""
+    monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=0.2))
     model = attached(target)
-    kwargs = {**prompt(2), "max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
+    kwargs = {**prompt(rows), "max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
     texts = []
-    for _ in range(2):
+    for _ in range(3):
         torch.manual_seed(7)
-        texts.append(model.generate(**kwargs, assistant_model=draft))
-    assert torch.equal(*texts) and not model.specbranch_stats.slowed_by
+        texts.append(model.generate(**kwargs, assistant_model=draft, specbranch=settings))
+        assert not model.specbranch_stats.slowed_by
+    assert torch.equal(*texts[:2]) and torch.equal(*texts[1:])
 
 
 class HostProcessor(LogitsProcessor):

@@ -20,7 +20,7 @@ CONFIGS = st.builds(
     SpecBranchConfig,
     policy=st.sampled_from(POLICIES),
     max_draft_length=st.one_of(st.just("auto"), st.integers(1, 64)),
-    confidence_threshold=st.floats(0, 1),
+    confidence_threshold=st.one_of(st.sampled_from(["auto", "cost"]), st.floats(0, 1)),
     max_branches=st.integers(1, 32),
     length_head=st.one_of(st.none(), st.just("org/head")),
     overlap=st.booleans(),

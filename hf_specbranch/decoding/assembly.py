@@ -220,7 +220,7 @@ class Assembly(Sources):
 
     def _stages(self, plan: SpecBranchConfig) -> PlanRun:
         """Name the stages of a plan: everything that makes them differ from those of another plan or call."""
-        drafting = (plan.draft_length, plan.threshold(), plan.max_branches, plan.max_rejection_branches)
+        drafting = (plan.draft_length, plan.confidence_threshold, plan.max_branches, plan.max_rejection_branches)
         drafts = (*drafting, plan.tree_leaves) if POLICIES[plan.policy].drafts else ()
         lookup = plan.lookup_tokens, plan.max_matching_ngram_size
         return PlanRun(self.call.stage_settings, (plan.policy, drafts, lookup, self.capacity, self.runner.takes_spans))

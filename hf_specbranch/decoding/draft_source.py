@@ -101,8 +101,11 @@ class DraftOps(Protocol):
         ...
 
     @property
-    def more_steps(self) -> Tensor | None:
-        """[B] where `extend` writes 1 if a new draft takes another step, else 0; None: it does not."""
+    def more_steps(self) -> Tensor:
+        """[B] whether each new draft can take another step, after `extend`.
+
+        0 if it cannot; else 1 plus the confidence of its last token in units of `1 / CONFIDENCE_UNITS`.
+        """
         ...
 
     def send(self, kept: Tensor | None) -> None:

@@ -337,6 +337,11 @@ class DraftRound:
         """[B] bool: rows whose new draft takes another step."""
         return self.going & (self.pending.end < self.bound)
 
+    @property
+    def last_confidence(self) -> Tensor:
+        """[B] the confidence of the last token of each pending draft."""
+        return self.pending.confidence[self.pending.rows, (self.pending.end - 1) % self.pending.ring]
+
 
 def own_token_first(q: Tensor, token: Tensor, count: int) -> Tensor:
     """Return `count` tokens: the pending draft's own, then the likeliest others. `q` is [..., V], `token` [..., 1]."""

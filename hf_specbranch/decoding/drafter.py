@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.rounds import ForwardInputs
+from ..kernels.rounds import CONFIDENCE_UNITS, ForwardInputs
 from ..runtime.eager import Remembered, make_spans
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
@@ -196,7 +196,7 @@ class TorchDraftOps:
         hooks: where to stop, how wide to branch and how much to send.
     """
 
-    cuts_by_confidence, more_steps = False, None
+    cuts_by_confidence = False
 
     def __init__(self, round: DraftRound, model: DraftModel, hooks: HookList) -> None:
         self.round, self.model, self.hooks = round, model, hooks
@@ -259,6 +259,11 @@ class TorchDraftOps:
             extends = extends if self.round.sends_uncertain else goes_on
         pending.extend(extends)
         self.round.count += extends
+
+    @property
+    def more_steps(self) -> Tensor:
+        confidence = 1 + (self.round.last_confidence * CONFIDENCE_UNITS).long()
+        return torch.where(self.round.goes_on, confidence, 0)
 
     def send(self, kept: Tensor | None) -> None:
         assert kept is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import SpecBranchConfig
 from ..planning.costs import StepCosts
+from ..planning.step_worth import StepWorth
 from ..runtime.eager import EagerRunner, leading_padding
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
@@ -154,7 +155,10 @@ class Sources:
         spare = 0 if translation is None else spare_columns(self.reach)
         capacity = runner.columns(self.reach + (branches + rejection_branches + 2) * (gamma + 1) + spare)
         counts = (gamma, branches, rejection_branches, leaves)
-        epsilon = plan.threshold()
+        head = runner.model if isinstance(runner.model, TargetHead) else None
+        stepwise = self.static_shapes and head is None and translation is None and plan.stops_early
+        by_cost = stepwise and plan.stops_by_cost and not policy.drafts_ahead
+        epsilon = 0.0 if by_cost else plan.threshold()
         rules = [ConfidenceStop(epsilon)] if epsilon > 0 else []  # at 0 nothing stops a draft
         hooks = HookList([*self.given.hooks, *rules, TopKBranches(plan.max_branches)])
         serial = None if translation is None else translation.serial
@@ -164,7 +168,6 @@ class Sources:
         ends = frozenset(self.stopper.eos)
         given = buffers, runner, own, self.vocabulary, call.processors, capacity, self.stats, ends
         layers: int = call.model.config.get_text_config(decoder=True).num_hidden_layers
-        head = runner.model if isinstance(runner.model, TargetHead) else None
         in_blocks = head is not None and head.block > 0
         kind = BlockModel if in_blocks else HeadModel
         model = DraftModel(*given) if head is None else kind(*given, text, gamma, layers)
@@ -186,12 +189,15 @@ class Sources:
         if translation is not None:
             parts_of_it = buffers, model, round, ops, hooks, self.stats
             return TranslatedDrafter(*parts_of_it, text=text, attention=self._own_attention)
-        stepwise = self.static_shapes and head is None and plan.stops_early
         # The kernels do not know the first column that a recurrent draft can read again.
         if self.in_triton and head is None and not runner.is_recurrent and kernels_know(policy, gamma, hooks):
             ops = TritonDraftOps(round, model, hooks, buffers, stepwise)
         parts_of_it = buffers, model, round, ops, hooks, self.stats
-        return StepwiseDrafter(*parts_of_it, all_steps=self.all_steps) if stepwise else Drafter(*parts_of_it)
+        if not stepwise:
+            return Drafter(*parts_of_it)
+        costs = self.step_costs(max(text.lengths))
+        worth = StepWorth(self.stats, costs, call.rows, gamma + leaves) if by_cost else None
+        return StepwiseDrafter(*parts_of_it, worth=worth, all_steps=self.all_steps)
 
     @property
     def _own_attention(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A captured draft that stops for real: the host waits for each step, and launches the next one if a row goes on.
+"""A captured draft that stops for real: the host waits for each step, and launches the next one if it pays.
 
 A stage that drafts gamma tokens runs all of its steps, also those after the draft has become uncertain. Where a step
 takes much longer than the host needs to hear of it, each step is a stage of its own. On an H200 that costs 15 us per
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.rounds import CONFIDENCE_UNITS
+from ..planning.step_worth import StepWorth
 from ..runtime.static_buffers import HostCopies
 from .drafter import Drafter
 from .resolve import Feedback
@@ -19,14 +21,16 @@ class StepwiseDrafter(Drafter):
 
     Args:
         parts: as there.
+        worth: stops a draft whose next step is not worth its time; None: only hooks stop it.
         all_steps: take all steps, wherever the draft stops; for a warm-up, which captures them.
     """
 
-    def __init__(self, *parts: Any, all_steps: bool = False) -> None:
+    def __init__(self, *parts: Any, worth: StepWorth | None = None, all_steps: bool = False) -> None:
         super().__init__(*parts)
-        self.all_steps, self.flags = all_steps, HostCopies(self.device)
+        self.worth, self.all_steps, self.flags = worth, all_steps, HostCopies(self.device)
         self.drafts, self.usual_steps = 1, self.gamma / 2  # to begin with, as if one draft had stopped half-way
         self.begun = False  # the first step of the next draft was taken
+        self.chances: list[float] = []  # by row: that all of the draft so far is accepted, by its confidences
 
     def begin(self, feedback: Feedback, reached: int) -> None:
         """Take the first step of the next draft while the host waits for the result of the last one.
@@ -46,6 +50,7 @@ class StepwiseDrafter(Drafter):
             self._take_first_step(feedback, shown)
             self._count_steps(1)
         self.begun, steps = False, 1
+        self.chances = [1.0] * self.round.pending.count
         while steps < self.gamma and self._goes_on():
             run(("step", shown), lambda: self._draft_step(1, shown), ours)
             steps += 1
@@ -64,9 +69,13 @@ class StepwiseDrafter(Drafter):
         self._draft_step(0, shown)
 
     def _goes_on(self) -> bool:
-        """Wait for the last step; return whether a row takes another one."""
+        """Wait for the last step; return whether to take another one."""
         if self.all_steps:
             return True
-        more_steps = self.ops.more_steps
-        self.flags.send(self.round.goes_on.long() if more_steps is None else more_steps)
-        return any(self.flags.read())
+        self.flags.send(self.ops.more_steps)
+        found: list[int] = self.flags.read()  # type: ignore[assignment]
+        if self.worth is None:
+            return any(found)
+        confidences = ((more - 1) / CONFIDENCE_UNITS if more else 0.0 for more in found)
+        self.chances = [chance * confidence for chance, confidence in zip(self.chances, confidences)]
+        return sum(self.chances) > self.worth.least_chance()

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ..config import BLOCK_SIZE, LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, STEPWISE_THRESHOLD, SpecBranchConfig
+from ..config import BLOCK_SIZE, BY_COST, LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, SpecBranchConfig
 from .agreement import Agreement
 from .costs import StepCosts
 from .simulate import predict
@@ -52,10 +52,10 @@ def plans_within(config: SpecBranchConfig, captured: bool, step: float = 0.0) ->
 def _plans_within(config: SpecBranchConfig, captured: bool, stepwise: bool) -> tuple[SpecBranchConfig, ...]:
     length, epsilon = config.max_draft_length, config.confidence_threshold
     lengths = LENGTHS[captured] if isinstance(length, str) else (length,)
-    thresholds = THRESHOLDS[captured] if isinstance(epsilon, str) else (epsilon,)
+    thresholds = THRESHOLDS[captured] if epsilon == "auto" else (epsilon,)
     whole = single = list(product(lengths, thresholds))
-    if stepwise and isinstance(epsilon, str):  # a draft that stops where it is uncertain needs no other lengths
-        single = [(config.draft_length, STEPWISE_THRESHOLD)]
+    if stepwise and epsilon == "auto":  # a draft that stops by itself needs no other lengths
+        single = [(config.draft_length, BY_COST)]
     has_leaves = config.tree_leaves != 0 and any(TREE_LEAVES[captured])
     lookup = _given_or(config.prompt_lookup_num_tokens, LOOKUP_BESIDE_LEAVES if has_leaves else LOOKUP_TOKENS)
     plan = replace(config, prompt_lookup_num_tokens=lookup)
@@ -71,7 +71,7 @@ def _plans_within(config: SpecBranchConfig, captured: bool, stepwise: bool) -> t
 
 
 def _drafting(
-    plan: SpecBranchConfig, lengths_and_thresholds: list[tuple[int, float]], captured: bool
+    plan: SpecBranchConfig, lengths_and_thresholds: list[tuple[int, float | str]], captured: bool
 ) -> Iterator[SpecBranchConfig]:
     """Yield the plan with each of these lengths and thresholds, with and without tree leaves."""
     for (length, epsilon), leaves in product(lengths_and_thresholds, TREE_LEAVES[captured]):
@@ -169,7 +169,7 @@ def _described(plan: SpecBranchConfig, overlap: bool) -> Iterator[str]:
         yield f"lookup up to {plan.lookup_tokens}"
     if plan.policy != "autoregressive":
         yield f"length {plan.max_draft_length}"
-        yield f"epsilon {plan.confidence_threshold:g}"
+        yield "stops by cost" if plan.stops_by_cost else f"epsilon {plan.confidence_threshold:g}"
         yield f"{plan.tree_leaves} tree leaves"
     if plan.policy == "specbranch":
         yield f"{plan.max_rejection_branches} rejection branches"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, takewhile
 from math import floor, prod
+from operator import mul
 from typing import NamedTuple
 
 from ..config import SpecBranchConfig
@@ -55,13 +57,16 @@ def effective_config(config: SpecBranchConfig, captured: bool = False, cheap: bo
     return replace(decided, max_rejection_branches=rejection_branches, tree_leaves=tree_leaves)
 
 
-def replay(agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False) -> list[Round]:
+def replay(
+    agreement: Agreement, config: SpecBranchConfig | None = None, captured: bool = False, least_chance: float = 0.0
+) -> list[Round]:
     """Return the rounds that the decoding loop would take on a recorded text, without the prefill.
 
     Args:
         agreement: the recording.
         config: the settings. Length heads and the user's hooks are not replayed.
         captured: count the work of captured stages, which always run all their steps.
+        least_chance: of a draft to be accepted, from which on it takes another step if it stops by cost.
 
     Example:
         >>> from hf_specbranch import SpecBranchConfig
@@ -83,7 +88,7 @@ def replay(agreement: Agreement, config: SpecBranchConfig | None = None, capture
         )
     if not POLICIES[config.policy].drafts:
         return list(_without_model(agreement, config.lookup_tokens))
-    return list(_Player(agreement, config, captured))
+    return list(_Player(agreement, config, captured, least_chance))
 
 
 def _without_model(agreement: Agreement, lookup_tokens: int) -> Iterator[Round]:
@@ -160,7 +165,7 @@ _tables = lru_cache(maxsize=16)(_Tables)
 class _Player:
     """Replays one recording with one plan; the counterpart of `decoding.drafter` and `decoding.verifier`."""
 
-    def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool) -> None:
+    def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool, least_chance: float) -> None:
         self.agreement, self.rank, self.end = agreement, agreement.rank, len(agreement.rank)
         self.lookup_tokens = config.lookup_tokens if POLICIES[config.policy].drafts_first else 0
         self.policy: Policy = POLICIES[config.policy]
@@ -174,6 +179,7 @@ class _Player:
         self.tree_leaves = min(int(config.tree_leaves), most)
         self.sends_uncertain = captured and not self.policy.drafts_ahead  # see `DraftRound`
         self.stepwise = captured and config.stops_early
+        self.by_cost, self.least_chance = self.stepwise and config.stops_by_cost, least_chance
         self.captured = [self._captured_rounds(steps) for steps in range(self.gamma + 1)] if captured else None
 
     def __iter__(self) -> Iterator[Round]:
@@ -196,9 +202,14 @@ class _Player:
     def _num_sent(self, at: int, pending: int, limit: int) -> int:
         """Return how many draft tokens are sent: the pending draft, or a new one, up to where confidence is too low."""
         if not pending:
-            confident = self.confident[at] + self.sends_uncertain
+            confident = (self._confident(at) if self.by_cost else self.confident[at]) + self.sends_uncertain
             return min(confident, self.gamma, limit) if self.policy.drafts_first else 0
         return min(self.confident[at] if self.policy.forks else pending, pending, self.gamma, limit)
+
+    def _confident(self, at: int) -> int:
+        """Return after how many draft tokens another step is still worth its time; see `step_worth`."""
+        reached = accumulate(self.agreement.confidence[at : at + self.gamma], mul)
+        return sum(1 for _ in takewhile(lambda chance: chance > self.least_chance, reached))
 
     def _resolve(self, at: int, sent: int, ahead: bool) -> tuple[int, int]:
         """Return how many tokens the pass commits, and how many draft tokens are pending after them.

@@ -24,6 +24,9 @@ __all__ = [
     "read_agreement", "record_agreement", "replay", "save_agreements",
 ]  # fmt: skip
 
+SPEEDS = 2  # at which a draft that stops by cost is replayed: a typical one, and the one that comes of it
+CHANCES = 0.05  # in steps of which a replay stops such a draft, so that it serves other costs too
+
 
 class Prediction(NamedTuple):
     """The expected speed of one choice of settings."""
@@ -55,7 +58,7 @@ def predict(
     """
     tokens, rounds = 0, Counter[Round]()
     for agreement in agreements:
-        committed, counts = _count_rounds(agreement, config, captured)
+        committed, counts = _count_at(costs, agreement, config, captured)
         tokens += committed
         rounds.update(counts)
     if not rounds:
@@ -65,14 +68,31 @@ def predict(
     return Prediction(speed, speed * costs.target_pass, tokens / passes, steps / passes)
 
 
+def _count_at(
+    costs: StepCosts, agreement: Agreement, config: SpecBranchConfig, captured: bool
+) -> tuple[int, Counter[Round]]:
+    """Return what `_count_rounds` does; where a draft stops by cost, that depends on the speed of the text."""
+    if not (captured and config.stops_by_cost):
+        return _count_rounds(agreement, config, captured)
+    tokens, rounds, seconds = 2, Counter[Round](), costs.target_pass  # to begin with
+    for _ in range(SPEEDS):
+        least_chance = round(tokens / seconds * costs.draft_step / CHANCES) * CHANCES
+        tokens, rounds = _count_rounds(agreement, config, captured, least_chance)
+        seconds = costs.seconds(rounds) or costs.target_pass
+    return tokens, rounds
+
+
 @lru_cache(maxsize=2048)  # recent texts times plans
-def _count_rounds(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> tuple[int, Counter[Round]]:
+def _count_rounds(
+    agreement: Agreement, config: SpecBranchConfig, captured: bool, least_chance: float = 0.0
+) -> tuple[int, Counter[Round]]:
     """Return the tokens of a replay, and how often each different round occurs, with `committed` set to 0.
 
-    A replay does not depend on costs, so re-evaluating a text at new costs need not replay it again.
+    A replay does not depend on costs otherwise, so re-evaluating a text at new costs need not replay it again.
     """
     tokens, counts = 0, Counter[Round]()
-    for (sent, committed, before, overlapped, width), count in Counter(replay(agreement, config, captured)).items():
+    rounds = replay(agreement, config, captured, least_chance)
+    for (sent, committed, before, overlapped, width), count in Counter(rounds).items():
         tokens += count * committed
         counts[Round(sent, 0, before, overlapped, width)] += count
     return tokens, counts

@@ -24,7 +24,7 @@ from ..machine import device_name, folder, sample_of, shapes_of, versions, write
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 MOST_PAIRS = 8  # digests of weights that are kept per file
 
 Entries = dict[str, Any]  # ready for JSON

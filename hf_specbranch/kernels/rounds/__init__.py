@@ -8,7 +8,7 @@ The torch versions in `decoding/` are the references: `TorchDraftOps`, `Verifier
 `Target._inputs_in_torch`. NONE is -1, as there.
 """
 
-from .advance import advance
+from .advance import CONFIDENCE_UNITS, advance
 from .branches import find_likely_rejections, fork
 from .chunks import likeliest
 from .draws import Drawn, drawn_choices
@@ -19,6 +19,7 @@ from .send import SentDraft, count_drafted, send
 from .verify import verify_draft
 
 __all__ = [
+    "CONFIDENCE_UNITS",
     "AfterRound",
     "Drawn",
     "ForwardInputs",

@@ -15,6 +15,8 @@ from . import memory
 from .chunks import chunk_count, chunk_size, combined, search_chunks
 from .memory import ForwardInputs, PendingBuffers, SideBranchBuffers
 
+CONFIDENCE_UNITS = 1 << 20  # in which a confidence is a whole number
+
 
 def advance(
     logits: Tensor,
@@ -52,7 +54,8 @@ def advance(
         side: the side branches, extended too if given.
         step: which step of the side branches this is.
         noise: [B, Q, V'] exponential random numbers, with which tokens are drawn; None takes the likeliest.
-        goes_on: [B] receives 1 where the pending draft can take another step, else 0.
+        goes_on: [B] receives 1 plus the confidence in units of `1 / CONFIDENCE_UNITS` where the pending draft can take
+            another step, else 0.
         token_ids: [V'] the token of each logit; None: its index. The probabilities of other tokens are not written.
         keeps_scores: record the distributions; without it, only the confidence.
     """
@@ -72,8 +75,8 @@ def advance(
         *(side or unused), *inputs, positions, further, epsilon, step,
         logits.stride(0), logits.stride(1), known, vocabulary, pending.ids.stride(0), pending.ring, others, depth,
         positions.stride(0), inputs.tokens.stride(0), logits.shape[1],
-        STICKY=sticky, INCLUSIVE=inclusive, TELLS=goes_on is not None, LISTED=listed, DRAWS=noise is not None,
-        WHOLE=whole and keeps_scores, CHUNKS=chunks, BLOCK=chunk_size(known), OUT_BLOCK=block,
+        STICKY=sticky, INCLUSIVE=inclusive, TELLS=goes_on is not None, UNITS=CONFIDENCE_UNITS, LISTED=listed,
+        DRAWS=noise is not None, WHOLE=whole and keeps_scores, CHUNKS=chunks, BLOCK=chunk_size(known), OUT_BLOCK=block,
         num_warps=memory.warps(block) if whole or chunks == 1 else 1,
     )  # fmt: skip
     if keeps_scores and not whole:
@@ -96,8 +99,8 @@ def _advance_kernel(
     further: Value, epsilon: Value, step: Value, row_stride: Value, query_stride: Value, known: Value,
     vocabulary: Value, ids_stride: Value, ring: Value, most: Value, depth: Value, positions_stride: Value,
     inputs_stride: Value, queries: Value,
-    STICKY: constexpr, INCLUSIVE: constexpr, TELLS: constexpr, LISTED: constexpr, DRAWS: constexpr, WHOLE: constexpr,
-    CHUNKS: constexpr, BLOCK: constexpr, OUT_BLOCK: constexpr,
+    STICKY: constexpr, INCLUSIVE: constexpr, TELLS: constexpr, UNITS: constexpr, LISTED: constexpr, DRAWS: constexpr,
+    WHOLE: constexpr, CHUNKS: constexpr, BLOCK: constexpr, OUT_BLOCK: constexpr,
 ) -> None:  # fmt: skip
     row, branch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * row_stride + branch * query_stride
@@ -130,7 +133,7 @@ def _advance_kernel(
         column = next_column + extends.to(tl.int64) - 1
         tl.store(end + row, column + 1)
         if TELLS:
-            tl.store(more_steps + row, (goes_on & (column + 1 < last)).to(tl.int64))
+            tl.store(more_steps + row, tl.where(goes_on & (column + 1 < last), 1 + (top * UNITS).to(tl.int64), 0))
         slot = column
         more = column >= 0
     else:
