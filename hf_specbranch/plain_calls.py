@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from .model_state import adapter_state, state_of
 from .request import SUPPORTED_MODES, MergedSettings
+from .runtime.idle_runners import free_all
 from .runtime.selection import check_model, masks_for, why_not_captured
 
 
@@ -30,6 +32,9 @@ def why_left_alone(target: PreTrainedModel, settings: MergedSettings) -> str:
             check_model(target, "target")
             masks_for(target, "target")
             known[key] = ""
+        except torch.OutOfMemoryError:  # a later call may have enough
+            free_all(target.device)
+            return "there is no memory to check it"
         except (TypeError, ValueError) as refused:
             known[key] = str(refused)
     return known[key]

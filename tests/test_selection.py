@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specbranch import specbranch
-from hf_specbranch.runtime import capture_trial, cuda_graph, idle_runners, selection
+from hf_specbranch.runtime import capture_trial, cuda_graph, idle_runners, mask_probe, selection, self_check
 from hf_specbranch.runtime.cuda_graph import round_up
 from hf_specbranch.runtime.eager import EagerRunner
 from hf_specbranch.runtime.fingerprint import fingerprint
@@ -177,3 +177,44 @@ def test_reason_names_the_module_that_waits(raises, target, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     reason = "not permitted" if raises else "called a synchronizing CUDA operation"
     assert capture_trial.why_it_syncs(model, masks) == f"its forward cannot be captured ({reason} in Waiting)"
+
+
+@pytest.mark.parametrize("check", ["ordinary pass", "mask probe", "self check", "capture"])
+def test_lack_of_memory_says_nothing_about_a_model(check, target, monkeypatch):
+    """It is raised, so that the call frees memory and begins again, and not kept: a later check may have enough."""
+    model, failed = copy.deepcopy(target), []
+
+    def fails(*_, **__):
+        failed.append(1)
+        raise torch.OutOfMemoryError("planted")
+
+    def run():
+        if check == "capture":
+            return capture_trial.why_it_syncs(model, mask_maker_for(target, "target"))
+        if check == "self check":
+            return cuda_graph.layers_for(model, mask_maker_for(model, "target"), 1)
+        return mask_maker_for(model, "target")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    mask_maker_for(target, "target")
+    where = {"ordinary pass": type(model), "self check": self_check}.get(check, EagerRunner)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, "compare" if check == "self check" else "forward", fails)
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            run()
+    assert failed
+    run()
+
+
+def test_call_without_settings_is_plain_while_memory_lacks(target, monkeypatch):
+    model, asked = attached(copy.deepcopy(target)), {**prompt(), "max_new_tokens": 4, "do_sample": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(mask_probe, "ordinary_runs", out_of_memory)
+        out = model.generate(**asked)
+        assert model.specbranch_stats is None
+    assert torch.equal(model.generate(**asked), out) and model.specbranch_stats is not None
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("planted")

@@ -110,9 +110,14 @@ def _why_replay_differs(forward: Callable[[], Step], device: torch.device) -> st
 
 
 def _error_line(error: BaseException) -> str:
-    """Return what failed first, and in which module: an operation that fails also lets the end of a capture fail."""
+    """Return what failed first, and in which module: an operation that fails also lets the end of a capture fail.
+
+    A lack of memory is raised again: it says nothing about the model.
+    """
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

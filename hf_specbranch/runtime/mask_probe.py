@@ -99,6 +99,8 @@ def _find_form(model: PreTrainedModel, role: str, typed: bool, ordinary: Ordinar
             if not fault:
                 return by_layer_type
             found.append(fault)
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             failure = failure or error
     if not found:
@@ -129,6 +131,8 @@ def _runs_unmasked(model: PreTrainedModel, masks: MaskMaker, ordinary: Ordinary)
             for at in range(CONTEXT, text.shape[1]):
                 here = slice(at, at + 1)
                 step = runner.forward(text[:, here], positions[:, here], positions[:, here], at + 1)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError):
         return False
     return agreed(model, bool(rms(step.logits[0, 0].float() - ordinary.logits[0, 1]) <= MOST_ALONE * ordinary.noise))

@@ -96,6 +96,8 @@ def _why_not(model: PreTrainedModel, masks: MaskMaker, by_spans: bool) -> str:
                 logger.debug("%s through our kernels: %.2f times the noise floor", type(model).__name__, ratio)
                 return ""
         return f"a pass through them differs from its own by {ratio:.1f} times the rounding noise"
+    except torch.OutOfMemoryError:  # the call frees memory and begins again
+        raise
     except Exception as error:  # whatever it is, the model's own code remains
         return f"a pass through them raises {type(error).__name__}: {error}"
 
