@@ -27,7 +27,8 @@ class ModelState:
             attention implementation (`runtime.mask_probe`).
         refusals: why a call without a draft is left to transformers, by the same (`plain_calls`).
         state_owners: the modules that keep recurrent states (`runtime.recurrent_modules`).
-        padding_is_plain: whether padded batches are read as plain `generate()` reads them (`padding_check`).
+        padding_is_plain: whether padded batches are read as plain `generate()` reads them, by the same
+            (`padding_check`).
         sync_reasons: why a forward cannot be captured, empty if it can, by state of the adapters
             (`runtime.cuda_graph`).
         kernel_checks: how kernels may be used (`runtime.self_check.KernelUse`), by the model's fingerprint when they
@@ -52,7 +53,7 @@ class ModelState:
     mask_makers: dict[Hashable, Any] = field(default_factory=dict)
     refusals: dict[Hashable, str] = field(default_factory=dict)
     state_owners: Any = None
-    padding_is_plain: bool | None = None
+    padding_is_plain: dict[Hashable, bool] = field(default_factory=dict)
     sync_reasons: dict[Hashable, str] = field(default_factory=dict)
     kernel_checks: dict[int, str] = field(default_factory=dict)
     kernel_recipe: Any = None

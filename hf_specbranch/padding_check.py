@@ -17,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from .config import SpecBranchConfig
 from .fallback import FallBack
 from .kept_checks import load_check, save_check
-from .model_state import agreed, state_of
+from .kernels.attention_interface import original_attention
+from .model_state import adapter_state, agreed, state_of
 
 CHECK = "padding"  # under which the result is kept
 LENGTH, PADDING = 6, 2
@@ -44,21 +45,22 @@ def check_padded_batches(model: PreTrainedModel) -> None:
 
 
 def reads_padding_as_plain(model: PreTrainedModel) -> bool | None:
-    """Return whether a model reads padded batches as it does under plain `generate()`; found out once per model.
+    """Return whether a model reads padded batches as it does under plain `generate()`.
 
-    None for a lack of memory, which is not remembered.
+    That is found out once per model, dtype, attention and set of adapters. None for a lack of memory, which is not
+    remembered.
     """
-    state = state_of(model)
-    if state.padding_is_plain is None:
+    attention = original_attention(model.config.get_text_config(decoder=True))
+    known, key = state_of(model).padding_is_plain, (adapter_state(model), model.dtype, attention)
+    if key not in known:
         checking = _is_checking.set(True)
         try:
-            found = load_check(model, CHECK) is True or agreed(model, _passes(model))
+            known[key] = load_check(model, CHECK) is True or agreed(model, _passes(model))
         except torch.OutOfMemoryError:
             return None
         finally:
             _is_checking.reset(checking)
-        state.padding_is_plain = found
-    return state.padding_is_plain
+    return known[key]
 
 
 def _passes(model: Any) -> bool:

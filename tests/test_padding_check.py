@@ -84,3 +84,13 @@ def test_other_thread_waits_for_no_check_of_this_one(target, monkeypatch):
 
     monkeypatch.setattr(padding_check, "_passes", differs)
     assert padding_check.reads_padding_as_plain(model) is False and found == [False]
+
+
+def test_another_attention_is_checked_by_itself(target, monkeypatch):
+    model, checks = attached(copy.deepcopy(target)), []
+    monkeypatch.setattr(padding_check, "load_check", lambda *_: None)
+    monkeypatch.setattr(padding_check, "_passes", lambda model: not checks.append(1))
+    for attention in ("sdpa", "eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert padding_check.reads_padding_as_plain(model)
+    assert len(checks) == 2
