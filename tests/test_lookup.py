@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.corpus import FORMAT
 from hf_specbranch.decoding import acceptance, row_takeover, several_sources, verifier
-from hf_specbranch.decoding.lookup import PassTimes
+from hf_specbranch.decoding.lookup import Lookup, PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
 from hf_specbranch.decoding.loop import NoDraft
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
@@ -170,6 +171,13 @@ def test_a_row_with_another_text_has_missed_none_of_it():
         source.left = left
         row_takeover._take_draft(source, 1, range(8))
         assert source.left == expected
+
+
+def test_a_row_with_another_text_finds_matches_of_the_same_length():
+    text = SimpleNamespace(new=[[]], ids=torch.tensor([[3, 4]]), prompt_length=2, row_tokens=lambda: [3, 4])
+    lookup = Lookup(text, None, (4,), 12, None, PassTimes(lambda count: 1.0, measures=False), shortest=2)
+    row_takeover._take_lookup(lookup, 0, [7, 8, 7])
+    assert lookup.indices[0].match(4).length == 0  # it ends with one token that occurred before
 
 
 class TestLookupBesideBranches(TestLookup):

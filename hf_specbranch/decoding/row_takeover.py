@@ -78,7 +78,7 @@ def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
 
 def _take_lookup(lookup: Lookup, row: int, tokens: Sequence[int]) -> None:
     lookup.prepare()
-    index = TextIndex(lookup.longest, lookup.corpus)
+    index = TextIndex(lookup.longest, lookup.corpus, lookup.shortest)
     index.extend(tokens)
     lookup.indices[row], lookup.matches[row], lookup.read[row], lookup.history[row] = index, NO_MATCH, 0, []
 
