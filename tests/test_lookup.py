@@ -14,16 +14,17 @@ from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.corpus import FORMAT
-from hf_specbranch.decoding import acceptance, row_takeover, several_sources, verifier
+from hf_specbranch.decoding import acceptance, call_costs, row_takeover, several_sources, verifier
 from hf_specbranch.decoding.lookup import Lookup, PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
 from hf_specbranch.decoding.loop import NoDraft
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.stepwise_drafter import StepwiseDrafter
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
+from hf_specbranch.planning.costs import StepCosts
 
 from .kernels import DEVICE, on_kernels, where_triton_runs
-from .models import attached, prompt, slowly
+from .models import attached, config, prompt, slowly
 from .sampling import QUICK_SAMPLES, SMALLEST_P
 from .sources import DraftSourceTests, repetitive_pair
 
@@ -178,6 +179,25 @@ def test_a_row_with_another_text_finds_matches_of_the_same_length():
     lookup = Lookup(text, None, (4,), 12, None, PassTimes(lambda count: 1.0, measures=False), shortest=2)
     row_takeover._take_lookup(lookup, 0, [7, 8, 7])
     assert lookup.indices[0].match(4).length == 0  # it ends with one token that occurred before
+
+
+@pytest.mark.parametrize(("threshold", "first"), [(0.02, 5 / 3), (0.5, 3 / 2), ("cost", 3 / 2)])
+def test_a_draft_is_taken_to_bring_half_of_what_it_drafts(threshold, first, static_stages, monkeypatch):
+    """Before anything is known of a text. One that stops by itself is taken to stop half-way."""
+    monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=0.25))
+    speeds, begin = [], LookupBesideDraft.prefill
+
+    def prefill(self, length):
+        speeds.append(self._draft_speed())
+        begin(self, length)
+
+    monkeypatch.setattr(LookupBesideDraft, "prefill", prefill)
+    target, draft = repetitive_pair()
+    settings = config("vanilla", gamma=8, epsilon=threshold, prompt_lookup_num_tokens=4)
+    asked = {**prompt(length=12, vocabulary=12), "max_new_tokens": 20, "do_sample": False}
+    out = attached(target).generate(**asked, assistant_model=draft, specbranch=settings)
+    assert torch.equal(out, target.generate(**asked))
+    assert speeds == [pytest.approx(first)]
 
 
 class TestLookupBesideBranches(TestLookup):

@@ -57,7 +57,8 @@ class Drafter:
         self.buffers, self.model, self.round, self.ops, self.hooks = buffers, model, round, ops, hooks
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
         self.name, self.stats, self.max_tokens_per_round = model.name, stats, self.gamma + 2
-        self.usual_steps: float = self.gamma  # of a new draft
+        self.typical_steps: float = self.gamma  # of a new draft, before any was made
+        self.usual_steps: float = self.gamma  # so far
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
         self.reads_early, self.begin_next = model.known_tokens is not None, None

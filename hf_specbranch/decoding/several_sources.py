@@ -21,11 +21,10 @@ from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import LookupDraft
 from .resolve import BranchStarts, DraftTokens, Feedback, TreeLeaves
-from .stepwise_drafter import StepwiseDrafter
+from .stepwise_drafter import PRIOR_DRAFTS, StepwiseDrafter
 
 CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
-TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified
-PRIOR_ROUNDS = 4  # that this counts for, and the next one
+TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified; counts for PRIOR_DRAFTS
 RARE = 0.125, 0.2  # the share of drafts that a lookup follows: before any were made, and up to which it is rare
 
 
@@ -50,7 +49,7 @@ class LookupBesideDraft:
         self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
         self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
-        self.drafts, self.followed = PRIOR_ROUNDS, RARE[0] * PRIOR_ROUNDS  # all drafts, and those that a lookup follows
+        self.drafts, self.followed = PRIOR_DRAFTS, RARE[0] * PRIOR_DRAFTS  # all drafts, and those that a lookup follows
 
     @property
     def begin_next(self) -> Callable[[Feedback, int], None] | None:
@@ -113,11 +112,11 @@ class LookupBesideDraft:
 
     def _draft_speed(self) -> float:
         """Return the tokens per second and row of a round in which the model drafts."""
-        gamma, leaves, stats = self.drafter.gamma, self.drafter.round.leaves, self.drafter.stats
-        counts = stats.sources.get(self.drafter.name, {"rounds": 0, "accepted": 0})
-        accepted = PRIOR_ROUNDS * TYPICAL * gamma + counts["accepted"] + stats.tree_leaf_hits
-        accepted /= PRIOR_ROUNDS + counts["rounds"]
-        seconds = self.costs.pass_seconds(gamma + leaves) + self.drafter.usual_steps * self.costs.draft_step
+        drafter, leaves, stats = self.drafter, self.drafter.round.leaves, self.drafter.stats
+        counts = stats.sources.get(drafter.name, {"rounds": 0, "accepted": 0})
+        accepted = PRIOR_DRAFTS * TYPICAL * drafter.typical_steps + counts["accepted"] + stats.tree_leaf_hits
+        accepted /= PRIOR_DRAFTS + counts["rounds"]
+        seconds = self.costs.pass_seconds(drafter.gamma + leaves) + drafter.usual_steps * self.costs.draft_step
         return (1 + accepted) / seconds
 
     # ---- between the sources

@@ -15,6 +15,8 @@ from ..runtime.static_buffers import HostCopies
 from .drafter import Drafter
 from .resolve import Feedback
 
+PRIOR_DRAFTS = 4  # that the typical number of steps counts for
+
 
 class StepwiseDrafter(Drafter):
     """See `Drafter`.
@@ -28,7 +30,8 @@ class StepwiseDrafter(Drafter):
     def __init__(self, *parts: Any, worth: StepWorth | None = None, all_steps: bool = False) -> None:
         super().__init__(*parts)
         self.worth, self.all_steps, self.flags = worth, all_steps, HostCopies(self.device)
-        self.drafts, self.usual_steps = 1, self.gamma / 2  # to begin with, as if one draft had stopped half-way
+        self.typical_steps = self.usual_steps = self.gamma / 2
+        self.drafts = PRIOR_DRAFTS  # as if these had stopped half-way
         self.begun = False  # the first step of the next draft was taken
         self.chances: list[float] = []  # by row: that all of the draft so far is accepted, by its confidences
 
