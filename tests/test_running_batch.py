@@ -19,7 +19,7 @@ from hf_specbranch.serving.engine import Engine
 from hf_specbranch.serving.row_sampling import RowSampling, Sampling, within_top_p
 
 from .kernels import DEVICE, INTERPRETED, where_triton_runs
-from .models import VOCABULARY, assert_counts_add_up, config, llama, noisy_copy
+from .models import VOCABULARY, assert_counts_add_up, config, llama, noisy_copy, slowly
 from .sampling import NEW_TOKENS, PROMPT, ROWS, SEQUENCES, SMALLEST_P, exact_distribution, p_value, sampling_pair
 from .sampling import VOCABULARY as FEW
 
@@ -118,10 +118,10 @@ def test_captured_batches_sample_only_where_asked(target, draft, graph_runners):
     assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
 
 
-@pytest.mark.parametrize("policy", ["vanilla", *slow("specbranch")])
-def test_takeover_captures_nothing(policy, target, draft, graph_runners):
+@pytest.mark.parametrize(("policy", "epsilon"), [("vanilla", 0.3), ("vanilla", "cost"), slowly("specbranch", 0.3)])
+def test_takeover_captures_nothing(policy, epsilon, target, draft, graph_runners):
     """With the runners of a GPU, in static shapes: what other texts have captured is replayed."""
-    answers = Answers(target, draft, policy=policy, kernels=True)
+    answers = Answers(target, draft, policy=policy, epsilon=epsilon, kernels=True)
     answers.engine.sizes = [3]
     with answers.engine:
         answers.compare(some_prompts(7))
@@ -135,14 +135,15 @@ def test_takeover_captures_nothing(policy, target, draft, graph_runners):
 
 
 @where_triton_runs
-def test_next_text_forgets_a_draft_that_had_begun(target, request, monkeypatch):
+@pytest.mark.parametrize("epsilon", [0.5, "cost"])
+def test_next_text_forgets_a_draft_that_had_begun(epsilon, target, request, monkeypatch):
     """A draft may begin before the host has the result that ends a text. As the target itself it is always right."""
     if DEVICE == "cpu":
         request.getfixturevalue("graph_runners")
     begun, begin = [], StepwiseDrafter.begin
     monkeypatch.setattr(StepwiseDrafter, "begin", lambda self, *given: begun.append(1) or begin(self, *given))
     monkeypatch.setattr(several_sources, "RARE", (0.0, 1.0))
-    settings = dict(gamma=3, epsilon=0.5, prompt_lookup_num_tokens=4, kernels=True)
+    settings = dict(gamma=3, epsilon=epsilon, prompt_lookup_num_tokens=4, kernels=True)
     target = copy.deepcopy(target).to(DEVICE)
     answers = Answers(target, copy.deepcopy(target), rows=1, **settings)
     with answers.engine:
