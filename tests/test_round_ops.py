@@ -354,11 +354,11 @@ def test_more_steps(case):
         ops.draft_inputs(0)
         before = own.pending.end.clone()
         ops.extend(logits, own.going, own.bound, stops=True)
-        found.append(ops.more_steps)
+        found.append(drafter._more_steps() if ops.more_steps is None else ops.more_steps)
         last = own.pending.confidence[own.pending.rows, before % own.pending.ring]
         going = own.going & (own.pending.end < own.bound)
         expected = torch.where(going, 1 + last * rounds.CONFIDENCE_UNITS, 0)
-        torch.testing.assert_close(ops.more_steps.float(), expected, rtol=0, atol=2)
+        torch.testing.assert_close(found[-1].float(), expected, rtol=0, atol=2)
     assert torch.equal(*(more > 0 for more in found))
 
 

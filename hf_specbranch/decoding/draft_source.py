@@ -101,10 +101,10 @@ class DraftOps(Protocol):
         ...
 
     @property
-    def more_steps(self) -> Tensor:
-        """[B] whether each new draft can take another step, after `extend`.
+    def more_steps(self) -> Tensor | None:
+        """[B] where `extend` writes 0 if a new draft takes no further step; None: it does not.
 
-        0 if it cannot; else 1 plus the confidence of its last token in units of `1 / CONFIDENCE_UNITS`.
+        Else it writes 1 plus the confidence of the last token in units of `1 / CONFIDENCE_UNITS`.
         """
         ...
 

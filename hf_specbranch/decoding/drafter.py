@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.rounds import CONFIDENCE_UNITS, ForwardInputs
+from ..kernels.rounds import ForwardInputs
 from ..runtime.eager import Remembered, make_spans
 from ..runtime.static_buffers import Buffers
 from ..stats import SpecBranchStats
@@ -57,8 +57,7 @@ class Drafter:
         self.buffers, self.model, self.round, self.ops, self.hooks = buffers, model, round, ops, hooks
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
         self.name, self.stats, self.max_tokens_per_round = model.name, stats, self.gamma + 2
-        self.typical_steps: float = self.gamma  # of a new draft, before any was made
-        self.usual_steps: float = self.gamma  # so far
+        self.usual_steps: float = self.gamma  # of a new draft
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
         self.reads_early, self.begin_next = model.known_tokens is not None, None
@@ -189,15 +188,9 @@ class Drafter:
 
 
 class TorchDraftOps:
-    """See `DraftOps`.
+    """See `DraftOps`. The arguments are those of `Drafter`."""
 
-    Args:
-        round: the tensors of the round.
-        model: the draft model.
-        hooks: where to stop, how wide to branch and how much to send.
-    """
-
-    cuts_by_confidence = False
+    cuts_by_confidence, more_steps = False, None
 
     def __init__(self, round: DraftRound, model: DraftModel, hooks: HookList) -> None:
         self.round, self.model, self.hooks = round, model, hooks
@@ -260,11 +253,6 @@ class TorchDraftOps:
             extends = extends if self.round.sends_uncertain else goes_on
         pending.extend(extends)
         self.round.count += extends
-
-    @property
-    def more_steps(self) -> Tensor:
-        confidence = 1 + (self.round.last_confidence * CONFIDENCE_UNITS).long()
-        return torch.where(self.round.goes_on, confidence, 0)
 
     def send(self, kept: Tensor | None) -> None:
         assert kept is not None

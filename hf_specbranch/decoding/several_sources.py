@@ -48,6 +48,7 @@ class LookupBesideDraft:
         # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
         self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
+        self.typical_steps = drafter.usual_steps  # of a draft, before any was made
         self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
         self.drafts, self.followed = PRIOR_DRAFTS, RARE[0] * PRIOR_DRAFTS  # all drafts, and those that a lookup follows
 
@@ -114,7 +115,7 @@ class LookupBesideDraft:
         """Return the tokens per second and row of a round in which the model drafts."""
         drafter, leaves, stats = self.drafter, self.drafter.round.leaves, self.drafter.stats
         counts = stats.sources.get(drafter.name, {"rounds": 0, "accepted": 0})
-        accepted = PRIOR_DRAFTS * TYPICAL * drafter.typical_steps + counts["accepted"] + stats.tree_leaf_hits
+        accepted = PRIOR_DRAFTS * TYPICAL * self.typical_steps + counts["accepted"] + stats.tree_leaf_hits
         accepted /= PRIOR_DRAFTS + counts["rounds"]
         seconds = self.costs.pass_seconds(drafter.gamma + leaves) + drafter.usual_steps * self.costs.draft_step
         return (1 + accepted) / seconds

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..kernels.rounds import CONFIDENCE_UNITS
 from ..planning.step_worth import StepWorth
 from ..runtime.static_buffers import HostCopies
@@ -30,8 +33,7 @@ class StepwiseDrafter(Drafter):
     def __init__(self, *parts: Any, worth: StepWorth | None = None, all_steps: bool = False) -> None:
         super().__init__(*parts)
         self.worth, self.all_steps, self.flags = worth, all_steps, HostCopies(self.device)
-        self.typical_steps = self.usual_steps = self.gamma / 2
-        self.drafts = PRIOR_DRAFTS  # as if these had stopped half-way
+        self.drafts, self.usual_steps = PRIOR_DRAFTS, self.gamma / 2  # to begin with, as if these had stopped half-way
         self.begun = False  # the first step of the next draft was taken
         self.chances: list[float] = []  # by row: that all of the draft so far is accepted, by its confidences
 
@@ -75,10 +77,15 @@ class StepwiseDrafter(Drafter):
         """Wait for the last step; return whether to take another one."""
         if self.all_steps:
             return True
-        self.flags.send(self.ops.more_steps)
+        self.flags.send(self._more_steps() if self.ops.more_steps is None else self.ops.more_steps)
         found: list[int] = self.flags.read()  # type: ignore[assignment]
         if self.worth is None:
             return any(found)
         confidences = ((more - 1) / CONFIDENCE_UNITS if more else 0.0 for more in found)
         self.chances = [chance * confidence for chance, confidence in zip(self.chances, confidences)]
         return sum(self.chances) > self.worth.least_chance()
+
+    def _more_steps(self) -> Tensor:
+        """Compute what kernels would have written; see `DraftOps.more_steps`."""
+        confidence = 1 + (self.round.last_confidence * CONFIDENCE_UNITS).long()
+        return torch.where(self.round.goes_on, confidence, 0)

@@ -82,8 +82,7 @@ class TritonDraftOps:
             type(hook).keep is SpeculationHook.keep for hook in others
         )
         self.kept = kept_inputs(buffers, pending.count) if stepwise else None
-        self.more_steps = buffers.tensor("step.more", (pending.count,))
-        self.stepwise = stepwise
+        self.more_steps = buffers.tensor("step.more", (pending.count,)) if stepwise else None
         self.keeps_scores = (
             round.policy.forks
             or round.policy.drafts_ahead
@@ -124,7 +123,7 @@ class TritonDraftOps:
     def extend(self, logits: Tensor | None, flag: Tensor, bound: Tensor, further: int = 0, stops: bool = False) -> None:
         assert logits is not None
         epsilon = self.epsilon if stops else 0.0
-        inclusive, tells = stops and self.round.sends_uncertain, self.more_steps if stops and self.stepwise else None
+        inclusive, tells = stops and self.round.sends_uncertain, self.more_steps if stops else None
         self._advance(
             logits[:, -1:], flag, bound, further=further, epsilon=epsilon, sticky=stops, inclusive=inclusive,
             goes_on=tells,
