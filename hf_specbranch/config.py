@@ -192,7 +192,7 @@ class SpecBranchConfig:
         epsilon = self.confidence_threshold
         is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
         if epsilon not in ("auto", BY_COST) and not (is_number and 0 <= epsilon <= 1):  # type: ignore[operator]
-            raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, "auto" or {BY_COST!r}')
+            raise ValueError(f'confidence_threshold={epsilon!r}: expected a number from 0 to 1, "auto" or "{BY_COST}"')
         for name in ("overlap", "prefix_reuse"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ValueError(f"{name}={given!r}: expected True or False")
