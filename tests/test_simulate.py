@@ -114,6 +114,15 @@ def test_captured_drafts_that_stop_early_send_the_uncertain_token_and_take_no_fu
     assert (ahead[0].committed, ahead[0].steps_before) == (2, 2)
 
 
+@pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])
+def test_captured_lookups_propose_as_many_tokens_as_they_may(policy):
+    """Elsewhere a lookup takes what pays, which is fewer."""
+    copied = replace(perfect(46), lookups=(14,) * 46)
+    settings = SpecBranchConfig(policy, max_draft_length=4, prompt_lookup_num_tokens=14, tree_leaves=0)
+    committed = [replay(copied, settings, captured)[0].committed for captured in (True, False)]
+    assert committed == [15, 8]
+
+
 def test_captured_drafts_that_stop_by_cost():
     """They take a step as long as the product of their confidences, here 0.9 each, is above what it costs in tokens."""
     sure = Agreement((0.9,) * 61, (0,) * 61, candidates=4, chances=((0.9, 0.1, 0, 0),) * 61)

@@ -20,7 +20,7 @@ from ..decoding.policies import POLICIES, Policy
 from .agreement import ABSENT, Agreement
 
 UNLIMITED = 1 << 30  # more than any text has tokens
-LOOKED_UP = 7  # tokens that a lookup typically proposes
+LOOKED_UP = 7  # tokens that a lookup typically proposes, where it need not be as many as it may
 
 
 class Round(NamedTuple):
@@ -87,24 +87,27 @@ def replay(
             f"recording has no probabilities: record it again, or replay with both at 0"
         )
     if not POLICIES[config.policy].drafts:
-        return list(_without_model(agreement, config.lookup_tokens))
+        return list(_without_model(agreement, config.lookup_tokens, captured))
     return list(_Player(agreement, config, captured, least_chance))
 
 
-def _without_model(agreement: Agreement, lookup_tokens: int) -> Iterator[Round]:
+def _without_model(agreement: Agreement, lookup_tokens: int, captured: bool) -> Iterator[Round]:
     """Yield the rounds of lookup alone, or of decoding without any draft."""
     at, end = 1, len(agreement.rank)
     while at < end:
-        each = _lookup_round(agreement, at, lookup_tokens) or Round(0, 1, 0, 0, 0)
+        each = _lookup_round(agreement, at, lookup_tokens, captured) or Round(0, 1, 0, 0, 0)
         yield each
         at += each.committed
 
 
-def _lookup_round(agreement: Agreement, at: int, lookup_tokens: int) -> Round | None:
-    """Return the round in which tokens are looked up from this position on; None if none would be."""
+def _lookup_round(agreement: Agreement, at: int, lookup_tokens: int, captured: bool) -> Round | None:
+    """Return the round in which tokens are looked up from this position on; None if none would be.
+
+    Captured stages have one number of tokens to propose, the most.
+    """
     if not lookup_tokens or not agreement.lookups or agreement.lookups[at] == ABSENT:
         return None
-    sent = min(lookup_tokens, LOOKED_UP, len(agreement.rank) - at - 1)
+    sent = min(lookup_tokens, lookup_tokens if captured else LOOKED_UP, len(agreement.rank) - at - 1)
     return Round(sent, min(agreement.lookups[at], sent) + 1, 0, 0, 0)
 
 
@@ -186,7 +189,8 @@ class _Player:
         ahead, captured, end = self.policy.drafts_ahead, self.captured, self.end
         at, pending = 1, 0  # the prefill gives the first token; draft tokens that are pending after the text
         while at < end:
-            if not pending and (looked_up := _lookup_round(self.agreement, at, self.lookup_tokens)):
+            looked_up = None if pending else _lookup_round(self.agreement, at, self.lookup_tokens, captured is not None)
+            if looked_up:
                 yield looked_up
                 at += looked_up.committed
                 continue
