@@ -21,7 +21,7 @@ DEFAULT_DRAFT_LENGTH = 8
 # 0.5B draft took 0.55 ms where its target took 1.4 ms per pass, one of a 68M draft 0.05 ms where a 7B target took 3.6.
 DEFAULT_THRESHOLD, DEFAULT_CAPTURED_THRESHOLD = 0.4, 0.02
 # Such a draft stops where a further step would cost more than it is likely to save (`step_worth`), unless the user has
-# set a threshold. COST_THRESHOLD takes the place of that where the host does not decide.
+# set a threshold. COST_THRESHOLD takes the place of that where the host does not stop a draft.
 STEPWISE, BY_COST, COST_THRESHOLD = 0.1, "cost", 0.6
 CAPTURED_LENGTH = 4  # gamma in one captured stage for a draft that is not cheap; others take the default
 REJECTION_BRANCHES, FEW_REJECTION_BRANCHES = 12, 4  # for a cheap draft, and for one that is not
@@ -105,9 +105,10 @@ class SpecBranchConfig:
         confidence_threshold: epsilon. Drafting stops at the first position where the draft's largest probability is
             below it. 0 never stops: drafts of fixed length. "auto" takes `assistant_confidence_threshold` of the
             generation config, else 0.4. Where stages are captured as CUDA graphs and no head decides, it takes 0.02, or
-            "cost" under "vanilla" for a draft that is not 50 times smaller than its target. "cost": drafting stops
-            where a further step takes more time than its token is likely to save; 0.6 where stages are not captured.
-            From 0.1 on and by cost, a captured draft that stops takes no further steps.
+            "cost" under "vanilla" for a draft that is not 50 times smaller than its target. "cost": a captured draft
+            stops where a further step takes more time than its token is likely to save. Eager drafts, those that draft
+            ahead, heads of the target and drafts with another tokenizer take 0.6 instead. From 0.1 on and by cost, a
+            captured draft that stops takes no further steps.
         max_branches: k_max, the most branches at a branch point.
         max_rejection_branches: the most branches opened before the branch point, at the draft tokens most likely to be
             rejected, so that the target's correction is already continued ("specbranch" only). 0: branches at the

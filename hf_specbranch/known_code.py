@@ -63,7 +63,7 @@ def _is_function(code: Any) -> bool:
 
 
 def _is_known(code: Any) -> bool:
-    """Return whether a function, and all that it wraps, is defined where nobody but a new version changes it."""
+    """Return whether a function, and every function that it wraps, is defined in one of the packages `FUNCTIONS`."""
     function = code if isinstance(code, FunctionType) else getattr(code, "__func__", None)
     if not isinstance(function, FunctionType):
         return False

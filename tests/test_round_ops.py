@@ -343,14 +343,12 @@ def test_extend(case, further, stops):
 def test_more_steps(case):
     """A host that stops a draft hears the confidence of its last token."""
     pair = [make_drafter(in_triton, case, kind=StepwiseDrafter) for in_triton in (False, True)]
-    round, found = pair[0].round, []
-    round.going.fill_(True)
-    round.bound.copy_(round.pending.end + randint(-1, 2, (case.rows,)))
+    bound, found = pair[0].round.pending.end + randint(-1, 2, (case.rows,)), []
     logits = some_logits(pair[0], 1)
     for drafter in pair:
         ops, own = drafter.ops, drafter.round
-        own.going.copy_(round.going)
-        own.bound.copy_(round.bound)
+        own.going.fill_(True)
+        own.bound.copy_(bound)
         ops.draft_inputs(0)
         before = own.pending.end.clone()
         ops.extend(logits, own.going, own.bound, stops=True)

@@ -1,4 +1,4 @@
-"""Products of few rows of x with quantised weights in one launch: by `tiles.py` or `gemv.py`, as the plan says."""
+"""Products of few rows of x in one launch: by `tiles.py` or `gemv.py`, as the plan says."""
 
 from __future__ import annotations
 

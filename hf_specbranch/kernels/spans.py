@@ -46,8 +46,8 @@ def blocks_of_spans(spans: Value, queries: Value, stride: Value, BLOCK: constexp
 def splits_in_use(number: Value, splits: Value, LEAST: constexpr) -> Value:
     """Return how many of `splits` share a number of blocks.
 
-    Few blocks have a split each, more than 64 / LEAST of them are at least LEAST to a split: many splits take longer to
-    combine than they save.
+    Up to 64 / LEAST blocks have a split each, up to 64 blocks share so many splits, and of more blocks each split has
+    about LEAST: many splits take longer to combine than they save.
     """
     used = tl.maximum(tl.minimum(number, 64 // LEAST), tl.cdiv(number, LEAST))
     return tl.minimum(tl.maximum(used, 1), splits)

@@ -65,7 +65,7 @@ def replay(
     Args:
         agreement: the recording.
         config: the settings. Length heads and the user's hooks are not replayed.
-        captured: count the work of captured stages, which always run all their steps.
+        captured: count the work of captured stages, which run all their steps unless each is a stage of its own.
         least_chance: of a draft to be accepted, from which on it takes another step if it stops by cost.
 
     Example:
@@ -107,7 +107,8 @@ def _lookup_round(agreement: Agreement, at: int, lookup_tokens: int, captured: b
     """
     if not lookup_tokens or not agreement.lookups or agreement.lookups[at] == ABSENT:
         return None
-    sent = min(lookup_tokens, lookup_tokens if captured else LOOKED_UP, len(agreement.rank) - at - 1)
+    most = lookup_tokens if captured else min(lookup_tokens, LOOKED_UP)
+    sent = min(most, len(agreement.rank) - at - 1)
     return Round(sent, min(agreement.lookups[at], sent) + 1, 0, 0, 0)
 
 
@@ -182,7 +183,8 @@ class _Player:
         self.tree_leaves = min(int(config.tree_leaves), most)
         self.sends_uncertain = captured and not self.policy.drafts_ahead  # see `DraftRound`
         self.stepwise = captured and config.stops_early
-        self.by_cost, self.least_chance = self.stepwise and config.stops_by_cost, least_chance
+        self.by_cost = captured and config.stops_by_cost and not self.policy.drafts_ahead
+        self.least_chance = least_chance
         self.captured = [self._captured_rounds(steps) for steps in range(self.gamma + 1)] if captured else None
 
     def __iter__(self) -> Iterator[Round]:

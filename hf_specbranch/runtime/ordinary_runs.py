@@ -72,7 +72,7 @@ def ordinary_runs(model: PreTrainedModel, role: str, texts: Tensor, token_by_tok
                     noise = torch.maximum(rms(logits[:, 0] - second[:, 0]), least)
                 if token_by_token:  # a recurrent layer has another algorithm for them, which rounds differently
                     logits = second
-    except (ConnectionError, torch.OutOfMemoryError):  # of another rank of a tensor parallel model; for now
+    except (ConnectionError, torch.OutOfMemoryError):  # of another rank; neither says anything about the model
         raise
     except Exception as error:  # any error here is the model's own
         raise ValueError(
