@@ -115,6 +115,20 @@ def test_release_and_grow_again():
 
 @gpu
 @steady_memory
+def test_release_of_the_end_keeps_the_beginning():
+    virtual = mebibytes(1024)
+    virtual.tensor[:1024] = 3
+    assert virtual.release(1000) == 992 and virtual.mapped_bytes == 992 << 20  # in pieces of 32 MiB
+    assert virtual.release(992) == 992 and virtual.release(2000) == 992
+    assert virtual.release(33) == 32 and (virtual.tensor[:32] == 3).all()
+    virtual.grow(40)
+    assert (virtual.tensor[:32] == 3).all() and not virtual.tensor[32:40].any()
+    assert virtual.release(39) == 32  # a piece that is smaller
+    assert virtual.release(31) == 0 and virtual.mapped_bytes == 0
+
+
+@gpu
+@steady_memory
 def test_graph_replays_after_growth_and_after_release():
     """A graph with a kernel that reads the slots named on the device, and a copy within the memory."""
     virtual = mebibytes(4)
@@ -305,6 +319,25 @@ def test_released_cache_keeps_its_addresses():
     cache.update(states(seed=1), states(seed=2), 0)
     assert torch.equal(cache.layers[0].values[:, :, :3], states(seed=2))
     assert not cache.layers[0].keys[:, :, 3:1000].any()
+
+
+@gpu
+@steady_memory
+def test_cache_gives_up_its_end_only():
+    cache = SlotCache(limit=64 * 1024)
+    for layer in range(2):
+        cache.update(states(), states(), layer)
+    cache.reserve(64 * 1024)
+    held, address = cache.num_bytes, cache.layers[0].keys.data_ptr()
+    cache.release(1)
+    assert cache.num_bytes == held - 4 * (30 << 20) and cache.address.capacity == 49 * 1024  # a piece of each tensor
+    cache.release(100 << 20)
+    assert cache.num_bytes == 4 * (66 << 20) and cache.address.capacity == 33 * 1024
+    assert not cache.reserve(64 * 1024) and cache.num_bytes == held and cache.layers[0].keys.data_ptr() == address
+    cache.update(states(seed=1), states(seed=2), 0)
+    assert torch.equal(cache.layers[0].values[:, :, :3], states(seed=2))
+    cache.release(held + 1)
+    assert cache.num_bytes == cache.address.capacity == 0
 
 
 @gpu

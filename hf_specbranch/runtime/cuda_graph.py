@@ -173,9 +173,9 @@ class GraphRunner(EagerRunner):
         graphs = self.graph_memory.num_bytes if self.device.type == "cuda" else 0
         return self.cache.num_bytes + graphs + sum(each.num_bytes for each in self.buffers_by_settings.values())
 
-    def release_cache(self) -> None:
-        """Free the memory of the KV cache. Graphs stay valid where it does not move."""
-        self.cache.release()
+    def shrink_cache(self, num_bytes: int) -> None:
+        """Free at least this much memory of the KV cache, or all. Graphs stay valid where it does not move."""
+        self.cache.release(num_bytes)
         self.remembered = NOTHING
 
     def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | int, **extra: Any) -> Step:

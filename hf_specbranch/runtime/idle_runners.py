@@ -1,8 +1,8 @@
 """Runners between calls. Their graphs and KV caches are kept for the next call, within one memory budget per GPU.
 
 Runners of several models, batch sizes and sets of adapters are kept side by side. When they exceed the budget, those
-that were not used for the longest time give up the memory of their KV caches first: their graphs stay valid, since the
-cache keeps its address. If that is not enough, whole runners go.
+that were not used for the longest time give up memory of their KV caches first, from the end and only as much as must
+be: their graphs stay valid, since the cache keeps its address. If that is not enough, whole runners go.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Idle(Protocol):
         """The memory that its cache, buffers and graphs take."""
         ...
 
-    def release_cache(self) -> None:
-        """Free the memory of the KV cache; graphs stay valid where the cache does not move."""
+    def shrink_cache(self, num_bytes: int) -> None:
+        """Free at least this much memory of the KV cache, or all; graphs stay valid where the cache does not move."""
         ...
 
 
@@ -74,8 +74,9 @@ def keep_within(device: torch.device, budget: int) -> None:
         for runner in _on(device):
             if held <= budget:
                 return
-            held -= runner.cache.num_bytes
-            runner.release_cache()
+            before = runner.cache.num_bytes
+            runner.shrink_cache(held - budget)
+            held -= before - runner.cache.num_bytes
         for runner in _on(device):
             if held <= budget:
                 return

@@ -129,15 +129,16 @@ class SlotLayer(CacheLayerMixin):
         for new, before in zip((self.keys, self.values), old):
             new[:, :, :kept] = before[:, :, :kept]
 
-    def release(self) -> None:
-        """Free the memory. Nothing can be stored until the cache has reserved some again."""
+    def release(self, slots: int) -> int:
+        """Free memory so that at most this many slots keep theirs, none where it cannot grow in place; return how many.
+
+        What was stored is lost.
+        """
         self.appended = 0
-        if not self.is_initialized:
-            return
-        for tensor in self.virtual:
-            tensor.release()
-        if not self.virtual:
-            self.keys, self.values = (states[:, :, :0].clone() for states in (self.keys, self.values))
+        if self.virtual:
+            return min(tensor.release(slots) for tensor in self.virtual)
+        self.keys, self.values = (states[:, :, :0].clone() for states in (self.keys, self.values))
+        return 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -234,14 +235,16 @@ class SlotCache(Cache):
     def _initialized(self) -> list[SlotLayer]:
         return [layer for _, layer in self.slot_layers() if layer.is_initialized]
 
-    def release(self) -> None:
-        """Free the memory of all entries, which are lost, but keep addresses that never move.
+    def release(self, num_bytes: int | None = None) -> None:
+        """Free at least this much memory, from the end; None: all. What is stored is lost, also in what is kept.
 
-        The next `reserve` makes room again. Waits for the device; nothing may run with this cache meanwhile.
+        Addresses that never move are kept, and the next `reserve` makes room again. Memory that cannot grow in place is
+        freed altogether. Waits for the device; nothing may run with this cache meanwhile.
         """
-        for _, layer in self.slot_layers():
-            layer.release()
-        self.address.capacity = 0
+        held, slots = self.num_bytes, 0
+        if num_bytes is not None and held:
+            slots = int(self.address.capacity * max(0.0, 1 - num_bytes / held))
+        self.address.capacity = min((layer.release(slots) for layer in self._initialized()), default=0)
 
     def append(self) -> None:
         """Let the next forward be a prefill, which writes after what earlier prefills wrote."""

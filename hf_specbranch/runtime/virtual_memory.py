@@ -22,6 +22,8 @@ from .cuda_driver import OUT_OF_MEMORY, Driver, DriverError, driver_of
 
 logger = logging.getLogger(__name__)
 
+PIECE = 32 << 20  # the most bytes that are mapped at once, and the least that can be unmapped
+
 
 class VirtualTensor:
     """A tensor whose first dimension grows and whose address never changes.
@@ -56,12 +58,14 @@ class VirtualTensor:
         """Make the first `entries` entries usable. New ones are zero; nothing happens to the others."""
         grow([self], entries)
 
-    def release(self) -> None:
-        """Free the physical memory, and keep the address. No entry can be used until `grow` is called again.
+    def release(self, entries: int = 0) -> int:
+        """Free physical memory so that at most this many entries keep theirs; return how many do.
 
-        Waits for the device, and for captures in other threads. Nobody may launch work on this tensor meanwhile.
+        The address stays. Other entries cannot be used until `grow` is called again. Waits for the device, and for
+        captures in other threads. Nobody may launch work on this tensor meanwhile.
         """
-        _unmapping.release(self._memory.pages)
+        _unmapping.release(self._memory.pages, entries * self.entry_bytes)
+        return min(entries, self.mapped_bytes // self.entry_bytes)
 
 
 def grow(tensors: Sequence[VirtualTensor], entries: int) -> None:
@@ -106,7 +110,7 @@ def _works(index: int) -> bool:
 
 
 class _Pages:
-    """A reserved range of addresses, and the memory that is mapped to its beginning, in one piece per growth."""
+    """A reserved range of addresses, and the memory that is mapped to its beginning, in pieces."""
 
     def __init__(self, device: int, size: int) -> None:
         self.device, self.driver = device, driver_of(device)
@@ -135,27 +139,35 @@ class _Pages:
                     f"CUDA out of memory: {missing / 2**20:.0f} MiB more were asked for on cuda:{self.device}, where "
                     f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free"
                 )
-        self.pieces.append(missing)
         return True
 
     def _try_to_map(self, mapped: int, missing: int) -> bool:
-        """Return False if there is not enough memory."""
+        """Map so much after what is mapped. Return False, and leave things as they were, if there is not enough."""
         try:
             with self.driver.current():
-                self.driver.map(self.address + mapped, missing)
+                for begin in range(0, missing, PIECE):
+                    size = min(PIECE, missing - begin)
+                    self.driver.map(self.address + mapped + begin, size)
+                    self.pieces.append(size)
             return True
         except DriverError as error:
             if error.code != OUT_OF_MEMORY:
                 raise
+            self.unmap(mapped)
             return False
 
-    def unmap(self) -> None:
-        """Free the memory, once the device has done all its work: the driver does not wait for it."""
-        if self.pieces:
+    def unmap(self, keep: int = 0) -> None:
+        """Free memory until at most `keep` bytes are left, once the device has done all its work.
+
+        The driver does not wait for that.
+        """
+        mapped = sum(self.pieces)
+        if mapped > keep:
             torch.cuda.synchronize(self.device)
         with self.driver.current():
-            while self.pieces:  # each piece on its own, the last first
-                self.driver.unmap(self.address + sum(self.pieces[:-1]), self.pieces[-1])
+            while mapped > keep:  # each piece on its own, the last first
+                mapped -= self.pieces[-1]
+                self.driver.unmap(self.address + mapped, self.pieces[-1])
                 self.pieces.pop()
 
     def free(self) -> None:
@@ -200,12 +212,12 @@ class _Unmapping:
                 self._changed.notify_all()
                 self.free_waiting()
 
-    def release(self, pages: _Pages) -> None:
+    def release(self, pages: _Pages, keep: int) -> None:
         with self._changed:
             if threading.get_ident() in self._capturing or torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("virtual memory cannot be released while this thread captures a CUDA graph")
             self._changed.wait_for(lambda: not self._capturing)
-            pages.unmap()
+            pages.unmap(keep)
 
     def free(self, pages: _Pages) -> None:
         with self._changed:
