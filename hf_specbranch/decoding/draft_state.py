@@ -64,10 +64,7 @@ class PendingDraft:
         self.start = buffers.tensor("pending.start", (rows,)).copy_(start)  # the first column that is not committed
         self.end = buffers.tensor("pending.end", (rows,)).copy_(start)  # the column after the last drafted token
         self.cached = buffers.tensor("pending.cached", (rows,))  # columns whose keys and values the draft has
-        # For a host that waits for each step: both lie side by side, at addresses that are multiples of 16.
-        self.report = buffers.tensor("pending.report", (2, rows + rows % 2))
-        self.next = self.report[0, :rows]  # the token that was chosen last, for column `cached`
-        self.more_steps = self.report[1, :rows]  # see `DraftOps.more_steps`
+        self.next = buffers.tensor("pending.next", (rows,))  # the token for column `end`, where `cached == end`
         self.confidence = buffers.tensor("pending.confidence", (rows, self.ring + 1), torch.float32)
         self.scores = buffers.tensor("pending.scores", (rows, self.ring + 1, vocabulary), torch.float32)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..corpus import LookupCorpus
 from ..runtime.static_buffers import Buffers
-from .lookup_match import Matches, find_in_corpus, find_in_text, longer_of
+from .lookup_match import find_in_corpus, find_in_text, longer_of
 from .resolve import BranchStarts, Drafted, DraftTokens, Feedback
 from .text import Text
 from .text_index import LONGEST, NO_MATCH, SHORTEST, Match, MatchConfidence, TextIndex, best_length
@@ -179,10 +179,6 @@ class Lookup:
         expected = [self.confidence.expected(each.length, len(each.tokens) if each.length else 0) for each in rows]
         return best_length(expected, self.times.seconds, self.lengths)
 
-    def after(self, row: int, drafted: Sequence[int]) -> Match:
-        """Return the longest match of the end of a row, with drafted tokens after its text."""
-        return self.indices[row].match(self.most, drafted)
-
     def speed(self, count: int) -> float:
         """Return the expected tokens per second and row of a round with so many proposed tokens."""
         rows = [match for match, done in zip(self.matches, self.text.done) if not done]
@@ -250,20 +246,14 @@ class LookupDraft:
         """
         if self.buffers.static_shapes and not self.lookup.indices and self.lookup.forced is None:
             return 0
-        count = self.lookup.choose()
-        if not count or self.lookup.forced is not None:
+        count, key = self.lookup.choose(), self._key
+        if not count or not self.patient or self.lookup.forced is not None or self.buffers.has_run(key(count)):
             return count
-        return count if self.may_run(self.key(count), self.lookup.saved_seconds(count)) else 0
-
-    def may_run(self, key: Hashable, saved_seconds: float) -> bool:
-        """Return whether a stage that would save so much time now has been captured, or has paid for that."""
-        if not self.patient or self.buffers.has_run(key):
-            return True
         missed = self.buffers.missed
-        missed[key] = missed.get(key, 0.0) + saved_seconds
-        return missed[key] > CAPTURE_SECONDS
+        missed[key(count)] = missed.get(key(count), 0.0) + self.lookup.saved_seconds(count)
+        return count if missed[key(count)] > CAPTURE_SECONDS else 0
 
-    def key(self, count: int) -> Hashable:
+    def _key(self, count: int) -> Hashable:
         """Return the key of the stage that looks up so many tokens."""
         corpus = self.lookup.corpus
         return "lookup", count, self.lookup.longest, None if corpus is None else corpus.serial
@@ -275,7 +265,7 @@ class LookupDraft:
     def look_up(self, count: int) -> DraftTokens:
         """Return up to `count` tokens per row, from the longest match of its end."""
         if self.buffers.static_shapes:
-            self.buffers.run(self.key(count), lambda: self._find(count))
+            self.buffers.run(self._key(count), lambda: self._find(count))
             self.sent = self.length
             return DraftTokens(self.tokens[count], self.length, memory=self.buffers.serial)
         lookup = self.lookup
@@ -288,23 +278,14 @@ class LookupDraft:
         return DraftTokens(tokens, self.sent)
 
     def _find(self, count: int) -> None:
-        text = self.lookup.text
-        found = self.found(text.ids, text.length, count)
+        text, longest = self.lookup.text, self.lookup.longest
+        asked = text.ids, text.length, self.first, longest, count
+        found = find_in_text(*asked)
+        if self.tables is not None:
+            found = longer_of(found, find_in_corpus(*asked, self.tables))
         room = torch.where(text.result.finished, 0, self.limit - text.length - 1)
         self.tokens[count].copy_(found.tokens)
         self.length.copy_(torch.minimum(found.length, room).clamp(min=0))
-
-    def found(self, ids: Tensor, length: Tensor, count: int) -> Matches:
-        """Return the longest match of the end of each text, on the device.
-
-        Args:
-            ids: [B, C] texts, in the columns of the committed text.
-            length: [B] tokens of each, the padding included.
-            count: how many tokens to return.
-        """
-        asked = ids, length, self.first, self.lookup.longest, count
-        found = find_in_text(*asked)
-        return found if self.tables is None else longer_of(found, find_in_corpus(*asked, self.tables))
 
     def branch(self, reached: int) -> BranchStarts:
         self.lookup.prepare()

@@ -61,8 +61,8 @@ def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
     elif isinstance(source, LookupBesideDraft):
         _take_draft(source.drafter, row, tokens)
         _take_draft(source.lookup, row, tokens)
-        for lengths in (source.left, source.began):
-            lengths[row : row + 1] = [len(tokens)] * bool(lengths)
+        if source.left:
+            source.left[row] = len(tokens)
     elif isinstance(source, Drafter):
         pending, length = source.round.pending, len(tokens)
         pending.ids[row, :length] = torch.tensor(tokens, device=pending.device)

@@ -1,4 +1,4 @@
-"""Lookup beside a draft model: a match that promises more tokens per second replaces a draft, or continues one.
+"""Lookup beside a draft model: a match that promises more tokens per second replaces a draft.
 
 The draft model takes no part in a round of looked-up tokens. When it drafts again, its first step reads what was
 committed meanwhile: all of it where it may ask how much that is, the last `CHUNK` tokens in captured stages, and what
@@ -17,7 +17,6 @@ from ..kernels.rounds import ForwardInputs
 from ..planning.costs import StepCosts
 from ..runtime.eager import make_spans
 from ..runtime.pieces import to_device
-from .continuation import Continuation
 from .draft_source import DraftSource
 from .drafter import Drafter
 from .lookup import LookupDraft
@@ -46,16 +45,11 @@ class LookupBesideDraft:
         self.name = drafter.name
         self.device, self.depth, self.reads_early = drafter.device, drafter.depth, drafter.reads_early
         self.stepwise = drafter if isinstance(drafter, StepwiseDrafter) else None
-        self.continued = f"{drafter.name}, then {lookup.name}"  # the name of such drafts
-        pending, reads_again = drafter.round.pending, self._reads_again
-        if self.stepwise is not None and reads_again and pending.generator is None and pending.device == lookup.device:
-            self.stepwise.continuation = Continuation(lookup)
         # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
         self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
         self.typical_steps = drafter.usual_steps  # of a draft, before any was made
         self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
-        self.began: list[int] = []  # and when the last draft began
         self.drafts, self.followed = PRIOR_DRAFTS, RARE[0] * PRIOR_DRAFTS  # all drafts, and those that a lookup follows
 
     @property
@@ -83,21 +77,17 @@ class LookupBesideDraft:
             self.followed += count > 0
         if count:
             if self.current is self.drafter:
-                self.left = list(self.began if self._was_continued else self.lookup.lookup.text.lengths)
+                self.left = list(self.lookup.lookup.text.lengths)
                 self._run("leave", lambda: self._leave(feedback))
                 if self.stepwise is not None:
                     self.stepwise.begun = False
             self.current, self.name = self.lookup, self.lookup.name
             return self._with_skipped_token(self.lookup.look_up(count))
-        self.began = list(self.lookup.lookup.text.lengths)
         if self.current is self.drafter:
-            draft = self.drafter.propose(feedback, reached)
-        else:
-            self.current = self.drafter
-            with self._resumed(feedback, reached):
-                draft = self.drafter.propose(feedback, reached)
-        self.name = self.continued if self._was_continued else self.drafter.name
-        return draft
+            return self.drafter.propose(feedback, reached)
+        self.current, self.name = self.drafter, self.drafter.name
+        with self._resumed(feedback, reached):
+            return self.drafter.propose(feedback, reached)
 
     def _with_skipped_token(self, found: DraftTokens) -> DraftTokens:
         """Let the target read a tree leaf again that the last round has made text, as rounds with leaves do."""
@@ -124,23 +114,11 @@ class LookupBesideDraft:
     def _draft_speed(self) -> float:
         """Return the tokens per second and row of a round in which the model drafts."""
         drafter, leaves, stats = self.drafter, self.drafter.round.leaves, self.drafter.stats
-        counts = [stats.sources.get(name, {"rounds": 0, "accepted": 0}) for name in (drafter.name, self.continued)]
-        accepted = PRIOR_DRAFTS * TYPICAL * self.typical_steps + stats.tree_leaf_hits
-        accepted += sum(each["accepted"] for each in counts)
-        accepted /= PRIOR_DRAFTS + sum(each["rounds"] for each in counts)
+        counts = stats.sources.get(drafter.name, {"rounds": 0, "accepted": 0})
+        accepted = PRIOR_DRAFTS * TYPICAL * self.typical_steps + counts["accepted"] + stats.tree_leaf_hits
+        accepted /= PRIOR_DRAFTS + counts["rounds"]
         seconds = self.costs.pass_seconds(drafter.gamma + leaves) + drafter.usual_steps * self.costs.draft_step
         return (1 + accepted) / seconds
-
-    @property
-    def _was_continued(self) -> bool:
-        """Whether a lookup has continued the last draft, which the model has not read yet."""
-        return self.stepwise is not None and self.stepwise.was_continued
-
-    @property
-    def _reads_again(self) -> bool:
-        """Whether the draft model may read any column again."""
-        model = self.drafter.model
-        return model.states is None and not model.runner.is_recurrent
 
     # ---- between the sources
 
@@ -163,10 +141,11 @@ class LookupBesideDraft:
         unread = usual + text.in_flight + max(now - then for now, then in zip(text.lengths, self.left))
         if self.lookup.lookup.forced is not None:  # a warm-up captures all stages
             unread = max(unread, 2 * CHUNK)
+        catches_up = model.states is None and not model.runner.is_recurrent  # may read any column again
         shown = self.drafter._slots_shown(reached)
-        for _ in range(-(-unread // CHUNK) - self._reads_again):
+        for _ in range(-(-unread // CHUNK) - catches_up):
             self._run(("read", shown), lambda: self._read(feedback, shown))
-        model.reread = CHUNK if self._reads_again else usual
+        model.reread = CHUNK if catches_up else usual
         try:
             yield
         finally:

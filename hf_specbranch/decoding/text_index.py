@@ -71,37 +71,30 @@ class TextIndex:
             self.before = self.last.get(token, 0)
             self.last[token] = len(known)
 
-    def match(self, count: int, further: Sequence[int] = ()) -> Match:
+    def match(self, count: int) -> Match:
         """Return the longest match of the end of the text, the latest of several, and `count` tokens after it.
 
         Where the match overlaps with the end, what follows is repeated: the text may be periodic.
-
-        Args:
-            count: how many tokens to return.
-            further: tokens after the text, to be matched with it; they are not added.
         """
-        tokens, end = self.tokens, len(self.tokens) + len(further)
-        ending = [*tokens[-self.longest :], *further][-self.longest :]
-        places = self.places.get(tuple(ending[-self.indexed :]), [])
-        last = self.last.get(further[-1], 0) if further else self.before
-        best, place = (min(1, last), last) if self.shortest == 1 else (0, 0)
-        newest = -1 if further else -2  # the last place is the end of the text itself
-        for start in places[newest : newest - CANDIDATES : -1]:
-            length, most = self.indexed, min(self.longest, start, len(ending))
-            while length < most and tokens[start - 1 - length] == ending[-1 - length]:
+        tokens, end = self.tokens, len(self.tokens)
+        found = self.places.get(tuple(tokens[-self.indexed :]), [])
+        best, place = (min(1, self.before), self.before) if self.shortest == 1 else (0, 0)
+        for start in found[-2 : -2 - CANDIDATES : -1]:  # the last one is the end itself
+            length = self.indexed
+            while length < min(self.longest, start) and tokens[start - 1 - length] == tokens[end - 1 - length]:
                 length += 1
             if length > best:
                 best, place = length, start
             if best == self.longest:
                 break
         if self.reference is not None and best < self.longest:
-            other = self.reference.match(ending, count)
+            other = self.reference.match(tokens[-self.longest :], count)
             if other.length > best:
                 return other
         if not best:
             return NO_MATCH
-        following = [*tokens[place : place + count], *further][: min(count, end - place)]
-        return Match(best, [following[at % len(following)] for at in range(count)])
+        period = end - place
+        return Match(best, [tokens[place + i % period] for i in range(count)])
 
 
 class MatchConfidence:

@@ -82,7 +82,7 @@ class TritonDraftOps:
             type(hook).keep is SpeculationHook.keep for hook in others
         )
         self.kept = kept_inputs(buffers, pending.count) if stepwise else None
-        self.more_steps = pending.more_steps if stepwise else None
+        self.more_steps = buffers.tensor("step.more", (pending.count,)) if stepwise else None
         self.keeps_scores = (
             round.policy.forks
             or round.policy.drafts_ahead
