@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.corpus import FORMAT
-from hf_specbranch.decoding import acceptance, call_costs, row_takeover, several_sources, verifier
+from hf_specbranch.decoding import acceptance, call_costs, row_takeover, verifier
 from hf_specbranch.decoding.lookup import Lookup, PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
-from hf_specbranch.decoding.loop import NoDraft
+from hf_specbranch.decoding.loop import NoDraft, RoundsInFlight
 from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.stepwise_drafter import StepwiseDrafter
 from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_length
@@ -31,14 +31,23 @@ from .sources import DraftSourceTests, repetitive_pair
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 
 
+def draft_is_worth(tokens, monkeypatch):
+    """Let a draft be worth so many accepted tokens, in a pass that takes as long as one without a draft."""
+
+    def worth(self, speed):
+        return tokens - speed * self.lookup.lookup.times.seconds(0)
+
+    monkeypatch.setattr(LookupBesideDraft, "_draft_worth", worth)
+
+
 class TestLookup(DraftSourceTests):
     source = "lookup"
 
     @pytest.fixture(autouse=True)
     def always_proposes(self, monkeypatch):
-        """A wider pass costs nothing, and a draft is never worth more."""
+        """A wider pass costs nothing, and a draft is worth little."""
         monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
-        monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 1.2)
+        draft_is_worth(0.2, monkeypatch)
 
     def arguments(self, draft):
         return {"prompt_lookup_num_tokens": 4}
@@ -59,6 +68,21 @@ class TestLookup(DraftSourceTests):
         assert not torch.equal(out, target.generate(**asked))
 
 
+def takes_turns(monkeypatch):
+    """Let lookups and drafts take turns; a round may be asked about twice."""
+    turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
+    decided = {}
+
+    def looks_up(self):
+        passes = self.drafter.stats.target_forwards
+        if self.lookup.choose() and passes not in decided:
+            decided[passes] = 4 * next(turns)
+        return decided.get(passes, 0)
+
+    monkeypatch.setattr(LookupBesideDraft, "_looks_up", looks_up)
+    monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
+
+
 class TestLookupBesideADraft(TestLookup):
     def arguments(self, draft):
         settings = SpecBranchConfig(
@@ -71,7 +95,7 @@ class TestLookupBesideADraft(TestLookup):
         """The target itself as the draft: it agrees with every token as long as it has read the text before it."""
         if static:
             request.getfixturevalue("static_stages")
-        monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)  # a match of one token is not enough
+        draft_is_worth(1.0, monkeypatch)
         target, _ = repetitive_pair()
         out, stats, asked = self.generated(1, target, copy.deepcopy(target), do_sample=False)
         assert torch.equal(out, target.generate(**asked))
@@ -83,32 +107,37 @@ class TestLookupBesideADraft(TestLookup):
     @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
     def test_a_captured_draft_catches_up(self, threshold, rows, static_stages, monkeypatch):
         """However many tokens were committed without it; the draft is the target itself, as above."""
-        starts_early = self.draft_that_catches_up(threshold, rows, monkeypatch)
-        assert starts_early == {threshold < 0.1}  # a host that waits for each step knows the text in which it looks
+        waits = []
+        propose = LookupBesideDraft.propose
 
-    @pytest.mark.parametrize("rare", [False, True])
+        def propose_and_note(self, *given):
+            waits.append((self.current is self.lookup, not self.same_every_round))
+            return propose(self, *given)
+
+        monkeypatch.setattr(LookupBesideDraft, "propose", propose_and_note)
+        self.draft_that_catches_up(threshold, rows, monkeypatch)
+        stepwise = threshold > 0.1
+        assert {wait for looked_up, wait in waits if not looked_up} == {stepwise}
+        assert {wait for looked_up, wait in waits if looked_up} == {False, stepwise}  # a draft follows, or a lookup
+
     @where_triton_runs
-    def test_a_draft_may_begin_before_the_host_knows_the_result(self, rare, request, monkeypatch):
-        """A lookup may follow all the same. Then the draft has read the text, and nothing of it is sent."""
+    def test_rounds_begin_before_the_host_knows_the_result(self, request, monkeypatch):
+        """A draft by its first step: if a lookup follows, it has read the text, and nothing of it is sent."""
         if DEVICE == "cpu":
             request.getfixturevalue("static_stages")
         begun, begin = [], StepwiseDrafter.begin
+        in_flight, push = set(), RoundsInFlight.push
         monkeypatch.setattr(StepwiseDrafter, "begin", lambda self, *given: begun.append(1) or begin(self, *given))
-        monkeypatch.setattr(several_sources, "RARE", (0.0, 1.0 if rare else -1.0))
+        monkeypatch.setattr(
+            RoundsInFlight, "push", lambda self, *given: in_flight.add((given[1], len(self))) or push(self, *given)
+        )
         self.draft_that_catches_up(0.5, 1, monkeypatch, DEVICE)
-        assert len(begun) > 5 if rare else not begun
+        assert len(begun) > 5
+        assert in_flight == {("draft model", 0), ("lookup", 0), ("lookup", 1)}
 
     def draft_that_catches_up(self, threshold, rows, monkeypatch, device="cpu"):
-        """Generate with lookups and drafts in turns; return in which rounds the next may start early."""
-        turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
-        starts_early = set()
-
-        def looks_up(self):
-            starts_early.add(self.same_every_round)
-            return self.lookup.choose() and 4 * next(turns)
-
-        monkeypatch.setattr(LookupBesideDraft, "_looks_up", looks_up)
-        monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
+        """Generate with lookups and drafts in turns."""
+        takes_turns(monkeypatch)
         target, _ = repetitive_pair()
         target.to(device)
         settings = SpecBranchConfig(
@@ -122,7 +151,6 @@ class TestLookupBesideADraft(TestLookup):
         counts, looked_up = model.specbranch_stats.sources["draft model"], model.specbranch_stats.sources["lookup"]
         assert looked_up["rounds"] > 15 and counts["rounds"] > 5
         assert counts["accepted"] == counts["drafted"]
-        return starts_early
 
     @pytest.mark.parametrize("threshold", [0.02, 0.5], ids=["whole", "stepwise"])
     def test_warm_up_captures_how_a_draft_catches_up(self, threshold, graph_runners, monkeypatch):
@@ -138,9 +166,7 @@ class TestLookupBesideADraft(TestLookup):
         )
         warmed = dict(max_length=200, progress=False, specbranch=settings, assistant_model=draft)
         assert model.warm_up_specbranch(**warmed).graphs_captured > 5
-        turns = chain.from_iterable(count * [1] + [0] for count in (0, 3, 15, *(3 * [2, 4, 6, 3, 5])))
-        monkeypatch.setattr(LookupBesideDraft, "_looks_up", lambda self: self.lookup.choose() and 4 * next(turns))
-        monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0, *range(1, count + 1)])
+        takes_turns(monkeypatch)
         asked = {**prompt(1, length=12, vocabulary=12), "max_new_tokens": 150, "do_sample": False}
         out = model.generate(**asked, assistant_model=draft, specbranch=settings)
         assert torch.equal(out, target.generate(**asked))
@@ -152,7 +178,7 @@ class TestLookupBesideADraft(TestLookup):
         """A leaf that became text was read in a scratch slot, and is read again whatever drafts next."""
         if static:
             request.getfixturevalue("static_stages")
-        monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)
+        draft_is_worth(1.0, monkeypatch)
         target, draft = repetitive_pair()
         leaves = replace(self.arguments(draft)["specbranch"], tree_leaves=4, confidence_threshold=0.0)
         model, hits = attached(target), 0
@@ -181,14 +207,14 @@ def test_a_row_with_another_text_finds_matches_of_the_same_length():
     assert lookup.indices[0].match(4).length == 0  # it ends with one token that occurred before
 
 
-@pytest.mark.parametrize(("threshold", "first"), [(0.02, 5 / 3), (0.5, 3 / 2), ("cost", 3 / 2)])
-def test_a_draft_is_taken_to_bring_half_of_what_it_drafts(threshold, first, static_stages, monkeypatch):
-    """Before anything is known of a text. One that stops by itself is taken to stop half-way."""
+@pytest.mark.parametrize(("threshold", "first"), [(0.02, 4 - 2 * 3), (0.5, 3 - 2 * 2), ("cost", 3 - 2 * 2)])
+def test_what_a_draft_is_worth_before_any_was_made(threshold, first, static_stages, monkeypatch):
+    """Half of a whole draft of eight, three quarters of one that stops half-way, less what the text makes meanwhile."""
     monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=0.25))
-    speeds, begin = [], LookupBesideDraft.prefill
+    worths, begin = [], LookupBesideDraft.prefill
 
     def prefill(self, length):
-        speeds.append(self._draft_speed())
+        worths.append(self._draft_worth(self.worth.speed()))
         begin(self, length)
 
     monkeypatch.setattr(LookupBesideDraft, "prefill", prefill)
@@ -197,7 +223,25 @@ def test_a_draft_is_taken_to_bring_half_of_what_it_drafts(threshold, first, stat
     asked = {**prompt(length=12, vocabulary=12), "max_new_tokens": 20, "do_sample": False}
     out = attached(target).generate(**asked, assistant_model=draft, specbranch=settings)
     assert torch.equal(out, target.generate(**asked))
-    assert speeds == [pytest.approx(first)]
+    assert worths == [pytest.approx(first)]
+
+
+@pytest.mark.parametrize("step", [0.01, 2.0])
+def test_a_draft_whose_steps_cost_more_than_they_bring_gives_way(step, target, draft, graph_runners, monkeypatch):
+    """To a lookup, once that is captured, even if no match is likely."""
+    monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=step))
+    settings = config("vanilla", gamma=4, epsilon="cost", prompt_lookup_num_tokens=4, kernels=True)
+    once = prompt(length=12)
+    asked = {name: torch.cat([value, value], dim=1) for name, value in once.items()} | GREEDY
+    model = attached(target)
+    model.generate(**asked, assistant_model=draft, specbranch=settings)  # captures the lookup
+    monkeypatch.setattr(MatchConfidence, "expected", lambda self, length, count: [0.0] * (count + 1))
+    out = model.generate(**asked, assistant_model=draft, specbranch=settings)
+    assert torch.equal(out, target.generate(**asked))
+    sources = model.specbranch_stats.sources
+    assert (
+        list(sources) == ["draft model"] if step < 1 else sources["draft model"]["rounds"] == 1
+    )  # before the prompt is read
 
 
 class TestLookupBesideBranches(TestLookup):

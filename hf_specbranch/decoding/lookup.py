@@ -179,15 +179,15 @@ class Lookup:
         expected = [self.confidence.expected(each.length, len(each.tokens) if each.length else 0) for each in rows]
         return best_length(expected, self.times.seconds, self.lengths)
 
-    def speed(self, count: int) -> float:
-        """Return the expected tokens per second and row of a round with so many proposed tokens."""
+    def expected(self, count: int) -> float:
+        """Return how many of so many proposed tokens are expected to be accepted, per row."""
         rows = [match for match, done in zip(self.matches, self.text.done) if not done]
         expected = (self.confidence.expected(each.length, min(count, len(each.tokens)))[-1] for each in rows)
-        return (1 + sum(expected) / max(1, len(rows))) / self.times.seconds(count)
+        return sum(expected) / max(1, len(rows))
 
     def saved_seconds(self, count: int) -> float:
         """Return the time that a round with so many proposed tokens is expected to save per row."""
-        return self.times.seconds(count) * (self.speed(count) / self.speed(0) - 1)
+        return (1 + self.expected(count)) * self.times.seconds(0) - self.times.seconds(count)
 
     def room(self, row: int) -> int:
         """Return how many draft tokens a row may be sent: the target adds one of its own."""
@@ -252,6 +252,12 @@ class LookupDraft:
         missed = self.buffers.missed
         missed[key(count)] = missed.get(key(count), 0.0) + self.lookup.saved_seconds(count)
         return count if missed[key(count)] > CAPTURE_SECONDS else 0
+
+    @property
+    def captured(self) -> int:
+        """The tokens that a captured stage proposes, if it has run; else 0."""
+        count, ready = self.lookup.most, self.buffers.static_shapes and self.lookup.indices
+        return count if ready and self.buffers.has_run(self._key(count)) else 0
 
     def _key(self, count: int) -> Hashable:
         """Return the key of the stage that looks up so many tokens."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.rounds import ForwardInputs
 from ..planning.costs import StepCosts
+from ..planning.step_worth import StepWorth
 from ..runtime.eager import make_spans
 from ..runtime.pieces import to_device
 from .draft_source import DraftSource
@@ -24,8 +25,8 @@ from .resolve import BranchStarts, DraftTokens, Feedback, TreeLeaves
 from .stepwise_drafter import PRIOR_DRAFTS, StepwiseDrafter
 
 CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
-TYPICAL = 0.5  # of the draft tokens that are accepted, before any were verified; counts for PRIOR_DRAFTS
-RARE = 0.125, 0.2  # the share of drafts that a lookup follows: before any were made, and up to which it is rare
+# Of the draft tokens that are accepted, before any were verified, by whether a draft stops where it is uncertain.
+TYPICAL = {True: 0.75, False: 0.5}
 
 
 class LookupBesideDraft:
@@ -45,23 +46,33 @@ class LookupBesideDraft:
         self.name = drafter.name
         self.device, self.depth, self.reads_early = drafter.device, drafter.depth, drafter.reads_early
         self.stepwise = drafter if isinstance(drafter, StepwiseDrafter) else None
-        # A host that waits for each step loses nothing if it waits for the result first, and then sees the last match.
-        self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
-        self.typical_steps = drafter.usual_steps  # of a draft, before any was made
+        self.typical = TYPICAL[self.stepwise is not None] * drafter.usual_steps  # accepted tokens of a draft
+        self.rows = len(lookup.lookup.text.lengths)
+        self.worth = StepWorth(drafter.stats, costs, self.rows, self._width)
         self.left: list[int] = []  # the length of each row, as the host knew it, when lookup took over
-        self.drafts, self.followed = PRIOR_DRAFTS, RARE[0] * PRIOR_DRAFTS  # all drafts, and those that a lookup follows
+
+    @property
+    def _width(self) -> int:
+        """The draft tokens and tree leaves in a pass."""
+        return self.drafter.gamma + self.drafter.round.leaves
+
+    @property
+    def same_every_round(self) -> bool:
+        """Whether the next round may start before the host knows the result of the last one.
+
+        A host that waits for each step of a draft waits for that result too, and decides by the last match. While one
+        lookup follows on another it need not wait.
+        """
+        if self.stepwise is None:
+            return self.drafter.same_every_round
+        return self.current is self.lookup and self._looks_up() > 0
 
     @property
     def begin_next(self) -> Callable[[Feedback, int], None] | None:
-        """The first step of the next draft, if a draft most likely follows on this one.
-
-        A step takes three times as long as what the host would let the device wait.
-        """
-        drafter, rare = self.stepwise, self.followed <= RARE[1] * self.drafts
-        if drafter is None or self.current is not drafter or not drafter.same_every_round or not rare:
-            return None
-        return drafter.begin
+        """The first step of the next draft. If a lookup follows, the step was for nothing, but that is rare."""
+        drafter = self.stepwise
+        return drafter.begin if drafter is self.current and drafter.same_every_round else None
 
     def prefill(self, length: int) -> None:
         self.drafter.prefill(length)
@@ -72,9 +83,6 @@ class LookupBesideDraft:
 
     def propose(self, feedback: Feedback, reached: int) -> DraftTokens:
         count = self._looks_up() if feedback.draft_ended else 0
-        if self.current is self.drafter:
-            self.drafts += 1
-            self.followed += count > 0
         if count:
             if self.current is self.drafter:
                 self.left = list(self.lookup.lookup.text.lengths)
@@ -100,25 +108,33 @@ class LookupBesideDraft:
         self.lookup.lookup.prepare()
         return self.current.branch(reached)
 
-    def drafted(self) -> Tensor:
-        return self.current.drafted()
+    @property
+    def drafted(self) -> Callable[[], Tensor]:
+        """The counts of the present source: a captured stage keeps asking that one."""
+        return self.current.drafted
 
     def _looks_up(self) -> int:
-        """Return how many tokens to look up; 0 if a draft promises more tokens per second."""
+        """Return how many tokens to look up; 0 if a draft saves more time.
+
+        A round is worth the tokens that it adds, less those that the text makes in as much time. Where a draft is worth
+        less than a pass without one, captured stages look tokens up even if no match is likely.
+        """
         lookup = self.lookup.lookup
         count = self.lookup.choose()
         if lookup.forced is not None:
             return count
-        return count if count and lookup.speed(count) > self._draft_speed() else 0
+        count = count or self.lookup.captured
+        speed = self.worth.speed() / self.rows
+        worth = lookup.expected(count) - speed * lookup.times.seconds(count)
+        return count if worth > self._draft_worth(speed) else 0
 
-    def _draft_speed(self) -> float:
-        """Return the tokens per second and row of a round in which the model drafts."""
-        drafter, leaves, stats = self.drafter, self.drafter.round.leaves, self.drafter.stats
+    def _draft_worth(self, speed: float) -> float:
+        """Return what a round is worth in which the model drafts, at so many tokens per second and row."""
+        drafter, stats = self.drafter, self.drafter.stats
         counts = stats.sources.get(drafter.name, {"rounds": 0, "accepted": 0})
-        accepted = PRIOR_DRAFTS * TYPICAL * self.typical_steps + counts["accepted"] + stats.tree_leaf_hits
-        accepted /= PRIOR_DRAFTS + counts["rounds"]
-        seconds = self.costs.pass_seconds(drafter.gamma + leaves) + drafter.usual_steps * self.costs.draft_step
-        return (1 + accepted) / seconds
+        accepted = PRIOR_DRAFTS * self.typical + counts["accepted"] + stats.tree_leaf_hits
+        seconds = self.costs.pass_seconds(self._width) + drafter.usual_steps * self.costs.draft_step
+        return accepted / (PRIOR_DRAFTS + counts["rounds"]) - speed * seconds
 
     # ---- between the sources
 

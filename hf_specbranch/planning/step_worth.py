@@ -52,11 +52,15 @@ class StepWorth:
 
     def least_chance(self) -> float:
         """Return how many tokens of a step must be accepted, over all rows, for it to save more time than it takes."""
+        return self.speed() * self.costs.draft_step
+
+    def speed(self) -> float:
+        """Return the tokens per second of the text, over all rows."""
         now = self._counts()
         self.before = self.before or now
         passes, tokens, steps = (one - other for one, other in zip(now, self.before))
         seconds = (passes + PRIOR_PASSES) * self.costs.pass_seconds(self.width) + steps * self.costs.draft_step
-        return (tokens + PRIOR_PASSES * TYPICAL_TOKENS * self.rows) * self.costs.draft_step / seconds
+        return (tokens + PRIOR_PASSES * TYPICAL_TOKENS * self.rows) / seconds
 
     def _counts(self) -> _Counts:
         stats = self.stats
