@@ -244,6 +244,21 @@ def test_a_draft_whose_steps_cost_more_than_they_bring_gives_way(step, target, d
     )  # before the prompt is read
 
 
+def test_a_seed_keeps_its_text_once_the_lookup_is_captured(target, draft, graph_runners, monkeypatch):
+    """Also where a lookup takes the place of a draft that costs more than it brings."""
+    monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=2.0))
+    settings = config("vanilla", gamma=4, epsilon="cost", prompt_lookup_num_tokens=4, kernels=True)
+    model, texts = attached(target), []
+    for _ in range(3):
+        torch.manual_seed(3)
+        out = model.generate(
+            **prompt(length=12), max_new_tokens=40, do_sample=True, assistant_model=draft, specbranch=settings
+        )
+        texts.append((out.tolist(), model.specbranch_stats.sources))
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0][1]["lookup"]["rounds"] > 10
+
+
 class TestLookupBesideBranches(TestLookup):
     """Rows of a batch have drafts pending, so lookup takes part with one row only."""
 

@@ -254,10 +254,10 @@ class LookupDraft:
         return count if missed[key(count)] > CAPTURE_SECONDS else 0
 
     @property
-    def captured(self) -> int:
-        """The tokens that a captured stage proposes, if it has run; else 0."""
-        count, ready = self.lookup.most, self.buffers.static_shapes and self.lookup.indices
-        return count if ready and self.buffers.has_run(self._key(count)) else 0
+    def at_hand(self) -> int:
+        """The tokens to propose without a likely match: those of a captured stage that need not be captured first."""
+        count, waits = self.lookup.most, self.patient and not self.buffers.has_run(self._key(self.lookup.most))
+        return count if self.buffers.static_shapes and self.lookup.indices and not waits else 0
 
     def _key(self, count: int) -> Hashable:
         """Return the key of the stage that looks up so many tokens."""

@@ -123,7 +123,7 @@ class LookupBesideDraft:
         count = self.lookup.choose()
         if lookup.forced is not None:
             return count
-        count = count or self.lookup.captured
+        count = count or self.lookup.at_hand
         speed = self.worth.speed() / self.rows
         worth = lookup.expected(count) - speed * lookup.times.seconds(count)
         return count if worth > self._draft_worth(speed) else 0
