@@ -6,6 +6,8 @@ A test class of a source inherits `DraftSourceTests` and says which arguments of
 import pytest
 import torch
 
+from hf_specbranch.decoding.several_sources import LookupBesideDraft
+
 from . import sampling
 from .models import assert_counts_add_up, attached, llama, noisy_copy, prompt, slowly
 from .sampling import SMALLEST_P, exact_distribution, p_value, sampling_pair
@@ -15,6 +17,15 @@ def repetitive_pair():
     """A target over few tokens, so that pairs of them come again all the time, and a draft."""
     target = llama(seed=11, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None)
     return target, noisy_copy(target, noise=0.3, seed=1)
+
+
+def draft_is_worth(tokens, monkeypatch):
+    """Let a draft be worth so many accepted tokens, in a pass that takes as long as one without a draft."""
+
+    def worth(self, speed):
+        return tokens - speed * self.lookup.lookup.times.seconds(0)
+
+    monkeypatch.setattr(LookupBesideDraft, "_draft_worth", worth)
 
 
 class DraftSourceTests:

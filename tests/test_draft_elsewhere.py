@@ -12,13 +12,12 @@ from hf_specbranch import specbranch
 from hf_specbranch.decoding import sources
 from hf_specbranch.decoding.draft_elsewhere import DraftElsewhere
 from hf_specbranch.decoding.lookup import PassTimes
-from hf_specbranch.decoding.several_sources import LookupBesideDraft
 
 from .cpu_graphs import CpuGraphs
 from .graphs import run_graphs_on_cpu
 from .models import POLICIES, assert_counts_add_up, attached, config, prompt, slowly
 from .sampling import SMALLEST_P, draw, exact_distribution, p_value, sampling_pair
-from .sources import repetitive_pair
+from .sources import draft_is_worth, repetitive_pair
 from .test_running_batch import Answers, some_prompts
 from .test_static_stages import COUNTS
 
@@ -84,7 +83,7 @@ def test_captured_stages(policy, target, draft, apart, monkeypatch):
 
 def test_lookup_beside_the_draft(apart, monkeypatch):
     run_graphs_on_cpu(monkeypatch, CpuGraphs)
-    monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)  # a match of one token is not enough
+    draft_is_worth(1.0, monkeypatch)
     monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
     compared = Compared(*repetitive_pair(), monkeypatch)
     for seed in range(2):

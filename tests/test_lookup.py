@@ -26,18 +26,9 @@ from hf_specbranch.planning.costs import StepCosts
 from .kernels import DEVICE, on_kernels, where_triton_runs
 from .models import attached, config, prompt, slowly
 from .sampling import QUICK_SAMPLES, SMALLEST_P
-from .sources import DraftSourceTests, repetitive_pair
+from .sources import DraftSourceTests, draft_is_worth, repetitive_pair
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
-
-
-def draft_is_worth(tokens, monkeypatch):
-    """Let a draft be worth so many accepted tokens, in a pass that takes as long as one without a draft."""
-
-    def worth(self, speed):
-        return tokens - speed * self.lookup.lookup.times.seconds(0)
-
-    monkeypatch.setattr(LookupBesideDraft, "_draft_worth", worth)
 
 
 class TestLookup(DraftSourceTests):

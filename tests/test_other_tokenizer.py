@@ -8,13 +8,12 @@ import torch
 from hf_specbranch import specbranch
 from hf_specbranch.decoding import draft_state, reencoded, shared_vocabulary
 from hf_specbranch.decoding.lookup import PassTimes
-from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.decoding.shared_vocabulary import MOST_PIECES
 from hf_specbranch.vocabularies import Translation, Vocabulary, translation_for
 
 from .models import assert_counts_add_up, attached, llama, prompt, slowly
 from .sampling import SMALLEST_P
-from .sources import DraftSourceTests, repetitive_pair
+from .sources import DraftSourceTests, draft_is_worth, repetitive_pair
 from .two_tokenizers import SENTENCES, letters, metaspace_tokenizer, pair, prompts, tokenizers, with_other_letters
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -53,7 +52,7 @@ def test_lookup_beside_shared_tokens(static, request, monkeypatch):
     if static:
         request.getfixturevalue("static_stages")
     monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
-    monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 3.0)
+    draft_is_worth(2.0, monkeypatch)
     target, draft = repetitive_pair()
     settings = {"policy": "vanilla", "confidence_threshold": 0.1, "prompt_lookup_num_tokens": 4}
     model, asked = attached(target), {**prompt(2, length=12, vocabulary=12), "max_new_tokens": 40, "do_sample": False}

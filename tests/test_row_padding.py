@@ -10,13 +10,12 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from hf_specbranch import SpeculationHook, specbranch
 from hf_specbranch.decoding import row_padding
 from hf_specbranch.decoding.lookup import PassTimes
-from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.model_state import state_of
 from hf_specbranch.runtime import idle_runners
 from hf_specbranch.runtime.eager import EagerRunner
 
 from .models import EOS, PAD, assert_counts_add_up, config, noisy_copy, prompt
-from .sources import repetitive_pair
+from .sources import draft_is_worth, repetitive_pair
 
 CPU = torch.device("cpu")
 COUNTS = (
@@ -83,8 +82,8 @@ def test_smaller_batches_run_on_the_stages_of_a_larger_one(policy, calls):
 def test_lookup_follows_no_padding_rows(policy, graph_runners, monkeypatch):
     """Alone, and beside a draft model."""
     monkeypatch.setattr(row_padding, "CAPTURE_SECONDS", math.inf)
-    monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)  # a wider pass costs nothing,
-    monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 1.2)  # and a draft is never worth more
+    monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)  # a wider pass costs nothing
+    draft_is_worth(0.2, monkeypatch)
     calls = Calls(repetitive_pair()[0])
     for rows, padding in ((4, 0), (3, 1)):
         ids = prompt(rows, length=9, vocabulary=10)["input_ids"]

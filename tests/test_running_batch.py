@@ -12,7 +12,6 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.generation import PromptLookupCandidateGenerator
 
 from hf_specbranch import load_demo_pair, specbranch
-from hf_specbranch.decoding import several_sources
 from hf_specbranch.decoding.stepwise_drafter import StepwiseDrafter
 from hf_specbranch.serving.completion import Completion, CompletionSettings
 from hf_specbranch.serving.engine import Engine
@@ -142,7 +141,6 @@ def test_next_text_forgets_a_draft_that_had_begun(epsilon, target, request, monk
         request.getfixturevalue("graph_runners")
     begun, begin = [], StepwiseDrafter.begin
     monkeypatch.setattr(StepwiseDrafter, "begin", lambda self, *given: begun.append(1) or begin(self, *given))
-    monkeypatch.setattr(several_sources, "RARE", (0.0, 1.0))
     settings = dict(gamma=3, epsilon=epsilon, prompt_lookup_num_tokens=4, kernels=True)
     target = copy.deepcopy(target).to(DEVICE)
     answers = Answers(target, copy.deepcopy(target), rows=1, **settings)

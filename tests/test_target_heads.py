@@ -13,14 +13,13 @@ from hf_specbranch import SpecBranchConfig, specbranch
 from hf_specbranch.decoding import target_states
 from hf_specbranch.decoding.drafter import Drafter
 from hf_specbranch.decoding.lookup import PassTimes
-from hf_specbranch.decoding.several_sources import LookupBesideDraft
 from hf_specbranch.target_heads.loading import block_draft
 
 from . import sources
 from .models import assert_counts_add_up, attached, llama, pairs, prompt, slowly
 from .releases import MTP_LAYERS_FAIL
 from .sampling import SMALLEST_P, sampling_pair
-from .sources import DraftSourceTests
+from .sources import DraftSourceTests, draft_is_worth
 from .target_heads import (
     eagle3_config,
     random_block_draft,
@@ -199,7 +198,7 @@ def test_drafts_after_looked_up_tokens_are_those_of_the_head_alone(static, reque
     if static:
         request.getfixturevalue("static_stages")
     monkeypatch.setattr(PassTimes, "seconds", lambda self, count: 1.0)
-    monkeypatch.setattr(LookupBesideDraft, "_draft_speed", lambda self: 2.0)
+    draft_is_worth(1.0, monkeypatch)
     target, head = target_and_eagle3()
     proposals, model = watch_proposals(monkeypatch), attached(target)
     model.generate(
