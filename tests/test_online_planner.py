@@ -138,7 +138,7 @@ def test_plans_with_leaves_share_a_captured_pass(kept_buffers, alternate_plans, 
 def test_lookup_with_and_without_leaves(kept_buffers, alternate_plans, target, rows, monkeypatch):
     """The same tokens are verified in passes that keep their results in different memory."""
     monkeypatch.setattr(lookup_module.Lookup, "choose", lambda self: (self.follow(), self.most)[1])
-    monkeypatch.setattr(lookup_module.Lookup, "speed", lambda self, count: float("inf") if count else 1.0)
+    monkeypatch.setattr(lookup_module.Lookup, "expected", lambda self, count: float("inf") if count else 0.0)
     leaves = SpecBranchConfig("vanilla", 4, 0.0, max_rejection_branches=0, tree_leaves=6, prompt_lookup_num_tokens=3)
     alternate_plans(leaves, replace(leaves, policy="autoregressive", tree_leaves=0))
     small, model, found = noisy_copy(target, noise=0.4, seed=3), attached(target), 0
