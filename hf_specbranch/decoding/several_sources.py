@@ -1,4 +1,4 @@
-"""Lookup beside a draft model: a match that promises more tokens per second replaces a draft.
+"""Lookup beside a draft model: looked-up tokens take the place of a draft where that saves more time.
 
 The draft model takes no part in a round of looked-up tokens. When it drafts again, its first step reads what was
 committed meanwhile: all of it where it may ask how much that is, the last `CHUNK` tokens in captured stages, and what
@@ -70,7 +70,7 @@ class LookupBesideDraft:
 
     @property
     def begin_next(self) -> Callable[[Feedback, int], None] | None:
-        """The first step of the next draft. If a lookup follows, the step was for nothing, but that is rare."""
+        """The first step of the next draft. If a lookup follows, the step has read the text for a later one."""
         drafter = self.stepwise
         return drafter.begin if drafter is self.current and drafter.same_every_round else None
 
