@@ -128,7 +128,7 @@ def test_kernel_in_quantised_model(kind, monkeypatch):
     monkeypatch.setattr(QuantisedProduct, "_plan", plan)
     torch.testing.assert_close(logits_over_branches(model, fused, DEVICE), expected, atol=5e-2, rtol=5e-2)
     usual = {"split-k", "whole", "whole" if kind is GptqLinear else "gated"}
-    assert set(kinds) == usual | {"normed"}  # whether that is faster was asked
+    assert set(kinds) == usual | {"normed-gated"}  # whether that is faster was asked
 
 
 NORMS = [f"hf_specbranch.layers.{name}" for name in ("norm.normalise", "product.normalise", "quantised.normalise")]
@@ -138,7 +138,7 @@ NORMS = [f"hf_specbranch.layers.{name}" for name in ("norm.normalise", "product.
 @pytest.mark.parametrize(("family", "weights"), [(Qwen2Config, "float8"), (GemmaConfig, "int8")])
 def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeypatch):
     """And so do rotary embeddings. A layer then launches four products and attention; the model one norm, the last."""
-    model = draft_copy(family, weights).to(DEVICE)
+    model = draft_copy(family, weights, DEVICE)
     expected, norms, rotations = logits_over_branches(model, fused, DEVICE), [], []
     monkeypatch.setattr(QuantisedProduct, "_plan", lambda product, x, kind: GEMV_PLANS[0])
     monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
@@ -152,7 +152,7 @@ def test_norms_and_sums_of_few_rows_run_in_the_products(family, weights, monkeyp
 @where_triton_runs
 def test_norms_and_sums_of_few_rows_run_in_dense_products(monkeypatch):
     """As in the test before, where that is faster; elsewhere layers are as they were."""
-    model, norms, rotations = draft_copy(Qwen2Config, None).to(DEVICE), [], []
+    model, norms, rotations = draft_copy(Qwen2Config, None, DEVICE), [], []
     expected = logits_over_branches(model, fused, DEVICE)
     monkeypatch.setattr("hf_specbranch.layers.attention.rotary", counted(rotary, rotations))
     monkeypatch.setattr("hf_specbranch.layers.decoder_layer.add_norm", counted(add_norm, norms))
@@ -176,10 +176,10 @@ def test_layers_leave_norms_and_sums_to_their_products(monkeypatch):
     assert len(norms) == 4  # of two layers
 
 
-def draft_copy(family, weights):
+def draft_copy(family, weights, device="cpu"):
     sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     shape = family(**sizes, num_key_value_heads=2, head_dim=32, pad_token_id=0)
-    draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(torch.float16)
+    draft = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(device, torch.float16)
     model = draft if weights is None else copy_of(draft, DraftForm(weights))
     fuse(model)
     return model
