@@ -24,8 +24,8 @@ class DraftSource(Protocol):
         device: where its tensors are.
         depth: tokens of a side branch after its first.
         max_tokens_per_round: the most tokens that a round can add to a text.
-        same_every_round: the next round launches the same work whatever the last verify result was, so that it may
-            start before the host has read that. May change from round to round.
+        same_every_round: a round launches the same work whatever the last verify result was, so that the next round may
+            start before the host has read it.
         keeps_drafts: what is left of a draft stays pending, where a round commits less than was accepted (rows in
             step). False for a source that makes a new draft in every round.
         reads_early: reads the prompt without waiting for the device, so that it may begin before the host knows the
@@ -38,11 +38,9 @@ class DraftSource(Protocol):
     device: torch.device
     depth: int
     max_tokens_per_round: int
+    same_every_round: bool
     keeps_drafts: bool
     reads_early: bool
-
-    @property
-    def same_every_round(self) -> bool: ...
 
     @property
     def begin_next(self) -> Callable[[Feedback, int], None] | None: ...

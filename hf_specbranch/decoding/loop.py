@@ -176,8 +176,9 @@ class RoundsInFlight:
 
     def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats, records: bool = False) -> None:
         self.text, self.stats, self.steps = text, stats, deque[tuple[Step, str, int]]()
-        self.drafter, self.most_per_round = drafter, drafter.max_tokens_per_round
+        self.most_per_round = drafter.max_tokens_per_round
         self.can_continue = text.resolved_on_device and not text.stopper.called and not records
+        self.max_in_flight = int(self.can_continue and drafter.same_every_round)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -189,10 +190,8 @@ class RoundsInFlight:
 
     def must_finish_one(self) -> bool:
         """Whether the host must read a result before another round may start."""
-        if not self.steps:
-            return False
-        alone = len(self.steps) > 1 or any(self.text.done) or not self.can_continue
-        return alone or self.text.may_finish(self.tokens) or not self.drafter.same_every_round
+        most = 0 if any(self.text.done) else self.max_in_flight
+        return bool(self.steps) and (len(self.steps) > most or self.text.may_finish(self.tokens))
 
     def may_go_on(self) -> bool:
         """Whether the device can go on from the result of the last round before the host has read it.

@@ -27,6 +27,7 @@ from .stepwise_drafter import PRIOR_DRAFTS, StepwiseDrafter
 CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
 # Of the draft tokens that are accepted, before any were verified, by whether a draft stops where it is uncertain.
 TYPICAL = {True: 0.75, False: 0.5}
+REPETITION = 0.5  # tokens that a draft brings more than it usually does, where a lookup promises many too
 
 
 class LookupBesideDraft:
@@ -46,6 +47,8 @@ class LookupBesideDraft:
         self.name = drafter.name
         self.device, self.depth, self.reads_early = drafter.device, drafter.depth, drafter.reads_early
         self.stepwise = drafter if isinstance(drafter, StepwiseDrafter) else None
+        # A host that waits for each step of a draft waits for the result before it too, and then knows the last match.
+        self.same_every_round = drafter.same_every_round and self.stepwise is None
         self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
         self.typical = TYPICAL[self.stepwise is not None] * drafter.usual_steps  # accepted tokens of a draft
         self.rows = len(lookup.lookup.text.lengths)
@@ -56,17 +59,6 @@ class LookupBesideDraft:
     def _width(self) -> int:
         """The draft tokens and tree leaves in a pass."""
         return self.drafter.gamma + self.drafter.round.leaves
-
-    @property
-    def same_every_round(self) -> bool:
-        """Whether the next round may start before the host knows the result of the last one.
-
-        A host that waits for each step of a draft waits for that result too, and decides by the last match. While one
-        lookup follows on another it need not wait.
-        """
-        if self.stepwise is None:
-            return self.drafter.same_every_round
-        return self.current is self.lookup and self._looks_up() > 0
 
     @property
     def begin_next(self) -> Callable[[Feedback, int], None] | None:
@@ -134,7 +126,7 @@ class LookupBesideDraft:
         counts = stats.sources.get(drafter.name, {"rounds": 0, "accepted": 0})
         accepted = PRIOR_DRAFTS * self.typical + counts["accepted"] + stats.tree_leaf_hits
         seconds = self.costs.pass_seconds(self._width) + drafter.usual_steps * self.costs.draft_step
-        return accepted / (PRIOR_DRAFTS + counts["rounds"]) - speed * seconds
+        return accepted / (PRIOR_DRAFTS + counts["rounds"]) + REPETITION - speed * seconds
 
     # ---- between the sources
 
