@@ -560,14 +560,15 @@ def test_plain_decoding_is_compared_in_few_rounds():
     assert all(segment.predicted is not None for segment in plan_text(text, Knowledge(), CHEAP_DRAFT)[0])
 
 
-def test_plain_decoding_is_compared_once_in_texts_that_repeat_themselves():
-    """Passes over looked-up tokens say nothing about a pass over one token."""
+@pytest.mark.parametrize("token, compared", [(6e-4, True), (1e-4, False)])
+def test_plain_decoding_is_compared_once_in_texts_that_repeat_themselves(token, compared):
+    """Passes over looked-up tokens say nothing about a pass over one token, but that makes up for no large gain."""
     text = replace(recordings("good")[0], lookups=(2,) * len(recordings("good")[0].rank))
-    known, costs, checks = Knowledge(), StepCosts(0.005, 1e-4, 1e-4), []
+    known, costs, checks = Knowledge(), StepCosts(0.005, token, 1e-4), []
     for _ in range(6):
         followed, _ = plan_text(text, known, costs, rows=8)
         checks.append(sum(segment.rounds for segment in followed if segment.predicted is None))
-    assert checks[0] == 4 and not any(checks[2:])
+    assert checks[0] == (4 if compared else 0) and not any(checks[2:])
 
 
 def test_context_that_grows_is_not_measured_again():
@@ -613,7 +614,7 @@ def test_many_rows_are_compared_with_plain_decoding():
 
 
 def test_first_text_captures_plain_decoding_too():
-    """In a batch a draft is compared with it later: no text after the first of that size has to wait for captures."""
+    """In a batch a draft may be compared with it later: only the first text of that size has to wait for captures."""
     captured = set()
     planner = planner_for(ALWAYS, rows=4, remaining=lambda: 200, is_captured=captured.__contains__)
     segments = planner.segments()
@@ -625,7 +626,7 @@ def test_first_text_captures_plain_decoding_too():
     captured.add(plain.plan)
     second = segments.send(timing_of(plain, ALWAYS)._replace(disturbed=True, capturing=0.1))
     assert second.plan == first.plan
-    check = segments.send(timing_of(second, ALWAYS))
+    check = segments.send(timing_of(second, NEVER))
     assert check == plain._replace(rounds=online.CHECK_ROUNDS)
 
 

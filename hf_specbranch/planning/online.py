@@ -136,7 +136,7 @@ class Planner(TextChoices):
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            if self._check_is_due(plan, predicted):
+            if self._check_is_due(plan, predicted) and not self._clearly_pays(segment, timing):
                 if self.speed is not None:
                     plain = yield from self._check(plan)
                     # A draft that was just seen to pay is followed without an evaluation, until the end of the text.
@@ -208,6 +208,16 @@ class Planner(TextChoices):
         every = CHECK_EVERY if promising or 0 < len(samples) < SAMPLES else RARELY * CHECK_EVERY
         later = not self.captured and self.known.generations % every == every - 1
         return later or (promising and len(samples) < (CHECKS if drafts and not self.captured else 1))
+
+    def _clearly_pays(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
+        """Return whether captured rounds with a draft were far faster than plain decoding can be.
+
+        A wide pass that took longer than predicted must not make plain decoding look slow too.
+        """
+        if not self.captured or segment.plan.policy == "autoregressive" or not _is_reliable(timing):
+            return False
+        plain = min(costs.target_pass for costs in (self.predicted(self.context()), self.costs()))
+        return timing.tokens_per_second * plain >= UNCERTAIN
 
     # ---- learning
 

@@ -131,7 +131,7 @@ class TextChoices:
             if chosen.plan != plan and not self.is_captured(chosen.plan):
                 now = choose([plan], texts, costs, self.captured, ratios=ratios)
                 if chosen.tokens_per_second < CERTAIN_GAIN * now.tokens_per_second:
-                    usable = [each for each in self.plans if each == plan or self.is_captured(each)]
+                    usable = [plan, *filter(self.is_captured, self.plans)]
                     chosen = choose(usable, texts, costs, self.captured, plan, ratios, delay=delay)
             best = choose(self.plans, texts, costs, self.captured, chosen.plan, ratios, CERTAIN_GAIN)
             if not self.is_captured(best.plan) and best.plan != chosen.plan:
