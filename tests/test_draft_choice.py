@@ -77,7 +77,7 @@ def test_copy_that_does_not_pay_is_given_up(pair, step_gain, spoiled, stays):
     assert not compare() and not timed  # the pair may be on trial
     planned.known.generations = FIRST_COMPARISON
     assert compare() is not stays and (form in state_of(draft).copies) is stays
-    planned.known.generations = 2 * FIRST_COMPARISON
+    planned.known.generations = 4 * FIRST_COMPARISON
     assert compare() is not stays and len(timed) == 1
     kept = Knowledge()
     kept.update(knowledge_of(target, draft).to_dict())
@@ -91,7 +91,7 @@ def test_copy_is_not_given_up_for_one_text(pair):
     bad = replace(good, rank=tuple(rank if place % 4 else ABSENT for place, rank in enumerate(good.rank)))
     planned = planner(StepCosts(target_pass=4e-3, draft_step=4e-4))
     assert 0.95 < copy_gain(planned, ([bad], [good]), step_gain=1.3) < 0.98
-    for factor in (1, 2):
+    for factor in (1, 4):
         assert not is_slower(form, knowledge_of(target, draft))
         planned.known.generations = factor * FIRST_COMPARISON
         compare_drafts(planned, target, twin, lambda model: [bad if model is twin else good], lambda: 1.3)

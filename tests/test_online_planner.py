@@ -654,6 +654,16 @@ def test_plans_that_are_captured_are_preferred():
     assert next(long.segments()).plan != captured
 
 
+@pytest.mark.parametrize("length", [10, 11, 13])
+def test_a_plan_from_elsewhere_is_followed_until_another_is_clearly_better(length):
+    """A choice that was kept by another version, say, while nothing is captured."""
+    text, best = recordings("good")[0], choose(every_plan(), [ALWAYS], CHEAP_DRAFT, True).plan
+    stranger = replace(best, max_draft_length=length, tree_leaves=0)
+    assert stranger not in every_plan()
+    planner = planner_for(text, is_captured=lambda plan: False, remaining=lambda: 10_000)
+    assert planner.best_choice([text], CHEAP_DRAFT, stranger).plan == stranger
+
+
 def test_plan_that_would_pay_in_the_long_run_is_captured():
     """One short text after the other: in the end the better plan has been worth its capture."""
     known, captured = Knowledge(), set()

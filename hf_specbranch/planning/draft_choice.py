@@ -33,9 +33,9 @@ SMALLEST_DRAFT = 100_000_000  # parameters; a step of a smaller draft is bound b
 LARGEST_SHARE = 0.6  # of the draft's bytes, that a step of a copy may read
 MOST_ROWS = 4  # of a batch: more are read by other kernels, and a step is less bound by the bytes of the weights
 MIN_STEP_GAIN = 1.05  # how many times faster a step of a copy must be to be worth its memory
-# Texts until both are compared, then each time their number has doubled. The draft itself then needs kernels and graphs
-# of its own, which take seconds on a new machine: a pair that is only tried out need not wait for them.
-FIRST_COMPARISON = 32
+# Texts until both are compared, then each time their number has grown fourfold. The draft itself reads the text kernel
+# by kernel, 0.1 s on a slow host, and a pair that is only tried out need not wait for that.
+FIRST_COMPARISON, NEXT_COMPARISON = 32, 4
 
 
 def draft_of_call(
@@ -181,9 +181,8 @@ def compare_drafts(
         read: records how a draft agrees with the text.
         time_steps: as in `compare_steps`.
     """
-    original, texts, name = original_of(draft), planner.known.generations, state_of(draft).form.name
-    is_due = texts >= FIRST_COMPARISON and not texts & (texts - 1)  # after 32, 64 ... texts
-    if original is None or not planner.measures or not planner.captured or not is_due:
+    original, name = original_of(draft), state_of(draft).form.name
+    if original is None or not planner.measures or not planner.captured or not is_due(planner.known.generations):
         return
     known = knowledge_of(target, original)
     if (
@@ -200,8 +199,21 @@ def compare_drafts(
         state_of(original).copies.pop(state_of(draft).form, None)  # a sampled text makes it again
 
 
+def is_due(texts: int) -> bool:
+    """Return whether to compare after so many texts.
+
+    Example:
+        >>> [texts for texts in range(1000) if is_due(texts)]
+        [32, 128, 512]
+    """
+    due = FIRST_COMPARISON
+    while due < texts:
+        due *= NEXT_COMPARISON
+    return due == texts
+
+
 def copy_gain(planner: Planner, texts: tuple[Sequence[Agreement], Sequence[Agreement]], step_gain: float) -> float:
-    """Return the speed with the copy over that with the draft itself, each with its best plan.
+    """Return the speed with the copy over that with the draft itself, both with the plan that is best for the latter.
 
     Args:
         planner: of a text with the copy.
@@ -210,8 +222,5 @@ def copy_gain(planner: Planner, texts: tuple[Sequence[Agreement], Sequence[Agree
     """
     own = planner.costs()
     original = replace(own, draft_step=step_gain * own.draft_step, draft_branch=step_gain * own.draft_branch)
-    speeds = [
-        choose(planner.plans, recorded, costs, planner.captured).tokens_per_second
-        for recorded, costs in zip(texts, (own, original))
-    ]
-    return speeds[0] / speeds[1]
+    best = choose(planner.plans, texts[1], original, planner.captured)
+    return choose([best.plan], texts[0], own, planner.captured).tokens_per_second / best.tokens_per_second
