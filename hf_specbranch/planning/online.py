@@ -25,7 +25,7 @@ from .chooser import MIN_GAIN, MIN_PREDICTED_GAIN, Choice, choose, pass_width
 from .costs import SegmentTiming, StepCosts
 from .knowledge import CHECK_EVERY, EXPECTED_TOKENS, Knowledge, Situation
 from .simulate import predict
-from .text_choices import TextChoices
+from .text_choices import UNCERTAIN, TextChoices
 
 FEWEST_ROUNDS = 4  # a shorter segment is not learned from
 FIRST_ROUNDS = {True: 24, False: 8}  # by whether stages are captured: until the first evaluation of a new pair
@@ -45,7 +45,6 @@ READING_STEPS, MOST_READING, MOMENT = 8, 0.05, 0.2
 # evaluations keep confirming that a draft pays, the fraction becomes smaller, down to a fifth.
 MOST_PLANNING, MOST_CONFIRMED = 0.03, 4
 LONGEST_EVALUATION = 0.05  # seconds that one takes in captured stages; the first ones also build kernels and capture
-UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
 
 class PlanSegment(NamedTuple):
@@ -136,7 +135,8 @@ class Planner(TextChoices):
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            if self._check_is_due(plan, predicted) and not self._clearly_pays(segment, timing):
+            is_clear = _is_reliable(timing) and self.clearly_pays(plan, timing.tokens_per_second)
+            if self._check_is_due(plan, predicted) and not is_clear:
                 if self.speed is not None:
                     plain = yield from self._check(plan)
                     # A draft that was just seen to pay is followed without an evaluation, until the end of the text.
@@ -208,16 +208,6 @@ class Planner(TextChoices):
         every = CHECK_EVERY if promising or 0 < len(samples) < SAMPLES else RARELY * CHECK_EVERY
         later = not self.captured and self.known.generations % every == every - 1
         return later or (promising and len(samples) < (CHECKS if drafts and not self.captured else 1))
-
-    def _clearly_pays(self, segment: PlanSegment, timing: SegmentTiming) -> bool:
-        """Return whether captured rounds with a draft were far faster than plain decoding can be.
-
-        A wide pass that took longer than predicted must not make plain decoding look slow too.
-        """
-        if not self.captured or segment.plan.policy == "autoregressive" or not _is_reliable(timing):
-            return False
-        plain = min(costs.target_pass for costs in (self.predicted(self.context()), self.costs()))
-        return timing.tokens_per_second * plain >= UNCERTAIN
 
     # ---- learning
 

@@ -16,6 +16,7 @@ from .knowledge import Knowledge, Situation
 # What predictions are certain of. Plans with drafts of 4 and of 8 tokens, of which a long chat accepted few, were
 # predicted to differ by 3% and more, and their rounds took the same time.
 CERTAIN_GAIN = 1.08
+UNCERTAIN = 1.6  # times plain decoding: a smaller gain is compared with it once, also in captured stages
 
 
 class TextChoices:
@@ -87,6 +88,20 @@ class TextChoices:
             costs.pass_seconds(length) + length * costs.draft_step < (1 + length) * costs.target_pass
             for length in lengths
         )
+
+    def clearly_pays(self, plan: SpecBranchConfig, speed: float) -> bool:
+        """Return whether captured rounds with a draft were far faster than plain decoding can be.
+
+        A wide pass that took longer than predicted must not make plain decoding look slow too.
+
+        Args:
+            plan: that the rounds have followed.
+            speed: their tokens per second.
+        """
+        if not self.captured or plan.policy == "autoregressive":
+            return False
+        plain = min(costs.target_pass for costs in (self.predicted(self.context()), self.costs()))
+        return speed * plain >= UNCERTAIN
 
     def first_choice(self) -> Choice:
         """Return the choice of the last generation at present costs, or the best one by what is known."""
