@@ -571,6 +571,14 @@ def test_plain_decoding_is_compared_once_in_texts_that_repeat_themselves(token, 
     assert checks[0] == (4 if compared else 0) and not any(checks[2:])
 
 
+def test_a_large_gain_is_not_looked_into_again_and_again():
+    text, known = recordings("good")[0], Knowledge()
+    for _ in range(2):
+        followed, _ = plan_text(text, known, CHEAP_DRAFT, rows=4)
+        assert [segment.rounds for segment in followed] == [online.CHECKED_ROUNDS, 2 * online.CHECKED_ROUNDS]
+        assert followed[-1].plan.policy != "autoregressive"
+
+
 def test_context_that_grows_is_not_measured_again():
     """Costs are known to grow with the keys and values that a pass reads."""
     sizes = size_of(of_size("7b")), size_of(of_size("68m"))

@@ -135,9 +135,10 @@ class Planner(TextChoices):
             if self._threads_changed():
                 choice, rounds = self.first_choice(), PLANNED_ROUNDS
                 continue
-            is_clear = _is_reliable(timing) and self.clearly_pays(plan, timing.tokens_per_second)
-            if self._check_is_due(plan, predicted) and not is_clear:
-                if self.speed is not None:
+            if self._check_is_due(plan, predicted):
+                if _is_reliable(timing) and self.clearly_pays(plan, timing.tokens_per_second):
+                    self.checks += 1  # this one needs no further rounds
+                elif self.speed is not None:
                     plain = yield from self._check(plan)
                     # A draft that was just seen to pay is followed without an evaluation, until the end of the text.
                     pays = timing.tokens_per_second >= MIN_GAIN * plain.tokens_per_second
