@@ -193,6 +193,8 @@ class Planner(TextChoices):
         drafts = plan.policy != "autoregressive"
         if self.remaining() < 2 * CHECK_ROUNDS or self.other(plan) == plan:
             return False
+        if self.clearly_pays(plan, self.known.drafted_speed(self.key) or 0.0):
+            return False
         promising = drafts or self.may_pay()
         width, predicted = pass_width(plan if drafts else self.other(plan)), self.predicted(self.context())
         in_block = self.situation.rows * width <= BLOCK_SIZE
