@@ -27,7 +27,7 @@ from .stepwise_drafter import PRIOR_DRAFTS, StepwiseDrafter
 CHUNK = 16  # tokens that the draft reads in one captured pass, in about the time of one
 # Of the draft tokens that are accepted, before any were verified, by whether a draft stops where it is uncertain.
 TYPICAL = {True: 0.75, False: 0.5}
-REPETITION = 0.5  # tokens that a draft brings more than it usually does, where a lookup promises many too
+REPETITION = 0.5  # tokens that count for a draft besides: where a text repeats itself, it is better than usual
 
 
 class LookupBesideDraft:

@@ -116,9 +116,10 @@ def predicted_costs(
 
     In captured stages this gives 3.5, 0.05, 0.98 and 16.1 ms for 7B, 68M, 1.3B and 33B in half precision; 3.6, 0.05,
     0.97 and 16.0 ms were measured on an H200. For 16 and 64 rows of 240 tokens it gives 4.3 and 6.6 ms for 7B; 4.4 and
-    7.3 ms were measured. For passes over 7 and 16 tokens in 8 rows after 350, it gives 5.0 and 5.1 ms; 5.0 and 5.2 ms
-    were measured. For FP8 copies of Qwen2.5-0.5B and Llama-3.2-1B it gives 0.47 and 0.50 ms; 0.43 and 0.51 ms
-    were measured. The constants for a CPU were measured with the embedded pair (docs/benchmarks.md).
+    7.3 ms were measured. For passes over 7 and 16 tokens in 8 rows after 350, it gives 5.0 and 5.1 ms; measured rounds
+    without their draft steps took 5.0 and 5.2 ms. For FP8 copies of Qwen2.5-0.5B and Llama-3.2-1B it gives 0.47 and
+    0.50 ms; 0.43 and 0.51 ms were measured. The constants for a CPU were measured with the embedded pair
+    (docs/benchmarks.md).
 
     Both models on one GPU are bound by its memory bandwidth, so little of the overlapped drafting is hidden: a pass of
     the 7B target took 4.20 ms alone and 4.51 ms while the 68M draft ran for 0.5 ms. A round that drafts ahead waited
