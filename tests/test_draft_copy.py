@@ -48,7 +48,7 @@ def test_greedy_text_is_that_of_plain_generate(pair, weights, shortlist, runtime
         compare(tokens(9, rows=rows), {"policy": each})
         stats = compare.stats
         assert stats.draft_weights == (weights or "") and stats.draft_shortlist == (24 if shortlist else 0)
-        assert stats.num_accepted_tokens > 0
+        assert each == "auto" or stats.num_accepted_tokens > 0  # the planner may find that no draft pays
 
 
 def test_draft_is_left_as_it_is_and_shares_its_memory(pair):
