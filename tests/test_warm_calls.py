@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteriaList
 
 from hf_specbranch import specbranch
-from hf_specbranch.decoding import call, loop
+from hf_specbranch.decoding import call, draft_model, loop
+from hf_specbranch.decoding.assembly import Assembly
 from hf_specbranch.decoding.drafter import Drafter
 from hf_specbranch.decoding.target import Target
 from hf_specbranch.model_state import every_module
@@ -119,6 +120,34 @@ def test_draft_reads_the_prompt_while_the_host_waits(rows, expected, graph_runne
     order.clear()
     model.generate(tokens(9), max_new_tokens=1, do_sample=False, assistant_model=draft, specbranch=settings)
     assert order == ["first token"]  # there is nothing to draft
+
+
+def test_draft_has_read_the_prompt_when_its_parts_are_made(graph_runners, monkeypatch):
+    """It reads every token once, and drafts what it drafts where it reads later."""
+    target, read, accepted = llama(seed=0), [], []
+    draft, settings = noisy_copy(target, 0.2, 1), config("vanilla", kernels=True)
+    prefill, make = draft_model.prefill, Assembly.with_drafter
+    asked = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+
+    def reading(runner, tokens, positions, first, start=0, **others):
+        read.append((start, tokens.shape[1]))
+        return prefill(runner, tokens, positions, first, start, **others)
+
+    monkeypatch.setattr(draft_model, "prefill", reading)
+    monkeypatch.setattr(Assembly, "with_drafter", lambda *args: (read.append("parts"), make(*args))[1])
+    texts = [tokens(9, seed=0), tokens(9, seed=1), torch.cat([tokens(9, seed=1), tokens(4, seed=2)], dim=1)]
+    for early in (True, False):
+        model = specbranch(copy.deepcopy(target))
+        if not early:
+            monkeypatch.setattr(Assembly, "read_ahead", lambda *_: None)
+        for ids in texts:
+            read.clear()
+            asked["attention_mask"] = torch.ones_like(ids)
+            out = model.generate(ids, **asked, assistant_model=draft, specbranch=settings)
+            assert torch.equal(out, target.generate(ids, **asked))
+            accepted.append(model.specbranch_stats.num_accepted_tokens)
+        assert read == ([(9, 13), "parts"] if early else ["parts", (9, 13)])
+    assert accepted[:3] == accepted[3:] and accepted[0] > 0
 
 
 @pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])

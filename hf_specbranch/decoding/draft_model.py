@@ -114,7 +114,9 @@ class DraftModel:
         if mask is None and self.guide is None and tokens.shape[0] == 1 and not self.runner.is_recurrent:
             self.runner.remembered = Remembered((known or tokens.tolist())[0])
             if self.runner.takes_spans or not self.buffers.static_shapes:  # under masks, it would be captured again
-                start = remembered.common_prefix(self.runner.remembered.tokens)
+                start = remembered.common_prefix(self.runner.remembered.tokens, with_last=True)
+        if start == tokens.shape[1]:
+            return
         if self.buffers.static_shapes and can_prefill(self.runner, tokens, padded=mask is not None):
             prefill(self.runner, self.own_tokens(tokens), self.positions, self.first, start)
             return
@@ -209,6 +211,23 @@ class DraftModel:
     def own_tokens(self, tokens: Tensor) -> Tensor:
         """Replace tokens that the draft has no embedding for by its last one; that costs only acceptance."""
         return tokens if self.own_vocabulary >= self.vocabulary else tokens.clamp(max=self.own_vocabulary - 1)
+
+
+def read_ahead(runner: EagerRunner, tokens: Tensor, known: list[int]) -> None:
+    """Launch the passes over a prompt [1, P] without padding. The `DraftModel` that is made later reads no token again.
+
+    Args:
+        runner: the draft and its cache.
+        tokens: the prompt.
+        known: the same tokens on the host.
+    """
+    remembered, runner.remembered = runner.remembered, NOTHING
+    start, last = remembered.common_prefix(known, with_last=True), runner.position_limit
+    if start < len(known):
+        positions = torch.arange(len(known), device=runner.device)[None].clamp(max=None if last is None else last - 1)
+        own = tokens.clamp(max=runner.vocabulary - 1)
+        prefill(runner, own, positions, torch.zeros_like(positions[:, :1]), start)
+    runner.remembered = Remembered(known)
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

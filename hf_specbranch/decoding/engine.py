@@ -150,19 +150,22 @@ def _generate(call: Call, stats: SpecBranchStats, began: float) -> Tensor | Spec
 
 def follow_plan(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text where there is nothing to choose."""
-    start_prompt(assembly, parts)
+    start_prompt(assembly, parts, overlap)
     plan = assembly.plans[0]
+    with overlap.on_side_stream():
+        assembly.read_ahead(plan, parts.text)
     parts = assembly.observed(assembly.with_drafter(plan, parts))
     overlap.enabled = plan.overlap and POLICIES[plan.policy].drafts_ahead
-    feedback = read_prompt(parts)
+    feedback = read_prompt(parts, before_draft=overlap.join)
     while not parts.text.finished:
         feedback = decode(parts, overlap, feedback, cpu_threads.watch(count()))
     overlap.take()
     remember_text(parts)
 
 
-def start_prompt(assembly: Assembly, parts: Parts) -> None:
+def start_prompt(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Let the device read the prompt while the host prepares the draft; a head needs states of that pass."""
+    overlap.fork()  # here, so that the draft can read the prompt at the same time
     if assembly.static_shapes and assembly.head is None:
         _ = assembly.stopper.eos  # read now: once the device reads the prompt, the host would wait for it
         parts.target.start_prefill()
@@ -194,16 +197,23 @@ def rest(call: Call, choice: Choice, assembly: Assembly, parts: Parts, overlap: 
 
 def follow_planner(assembly: Assembly, parts: Parts, overlap: Overlap) -> None:
     """Generate the text in segments, each with the plan that the planner chooses."""
-    start_prompt(assembly, parts)
+    start_prompt(assembly, parts, overlap)
     text = parts.text
     planner = assembly.planner(text)
     timer = SegmentTimer(assembly.stats, overlap, text, assembly.captures, assembly.capture_seconds)
     segments = planner.segments()
     segment = next(segments)
     plan = segment.plan
+    with overlap.on_side_stream():
+        assembly.read_ahead(plan, text)
     parts = assembly.with_drafter(plan, parts)
     observed = assembly.observed(parts)
-    feedback = read_prompt(observed, before_draft=timer.join)
+
+    def before_draft() -> None:
+        timer.join()
+        overlap.join()
+
+    feedback = read_prompt(observed, before_draft)
     while not text.finished:
         if segment.plan != plan:
             timer.join()

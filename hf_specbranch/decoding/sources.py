@@ -21,7 +21,7 @@ from .block_model import BlockDraftOps, BlockModel
 from .call import Call
 from .candidates import CandidateDraft
 from .draft_elsewhere import DraftElsewhere
-from .draft_model import DraftModel
+from .draft_model import DraftModel, read_ahead
 from .draft_source import DraftOps, DraftSource
 from .draft_state import DraftRound, LikelyRejections, PendingDraft, SideBranches, branch_depth
 from .drafter import Drafter, TorchDraftOps
@@ -35,7 +35,7 @@ from .reencoded import EXPANSION, LOOKBEHIND, READ, ReencodedDraft
 from .several_sources import LookupBesideDraft
 from .shared_vocabulary import TranslatedDrafter, TranslatedDraftModel, spare_columns
 from .stepwise_drafter import StepwiseDrafter
-from .text import Stopper
+from .text import Stopper, Text
 from .text_index import INDEXED, LONGEST, SHORTEST
 from .triton_draft_ops import TritonDraftOps, kernels_know
 
@@ -51,6 +51,7 @@ class Sources:
     call: Call
     stats: SpecBranchStats
     recorder: Recorder | None
+    runner: EagerRunner
     draft_runner: EagerRunner | None
     stopper: Stopper
     attention: Tensor  # [B, filled] bool over everything the target will have read
@@ -173,8 +174,8 @@ class Sources:
         model = DraftModel(*given) if head is None else kind(*given, text, gamma, layers)
         if translation is not None:
             model = TranslatedDraftModel(*given, translation=translation, spare=spare)
-        elif self.static_shapes and head is None and call.rows == 1 and call.is_unpadded and runner.graphs_captured:
-            model.known_tokens = text.row_tokens  # not where its first pass has to be captured, which takes long
+        elif self.knows_prompt:
+            model.known_tokens = text.row_tokens
         generator = buffers.generator("drafts", next(self.seeds)) if draws else None
         reach = 2 * gamma + 2  # the draft tokens, the branch point, a branch
         ids, start = text.before_round()
@@ -198,6 +199,26 @@ class Sources:
         costs = self.step_costs(max(text.lengths))
         worth = StepWorth(self.stats, costs, call.rows, gamma + leaves) if by_cost else None
         return StepwiseDrafter(*parts_of_it, worth=worth, all_steps=self.all_steps)
+
+    @property
+    def knows_prompt(self) -> bool:
+        """Whether the draft is to read what the host knows, in captured passes: the tokens of one row, without padding.
+
+        Not where its first pass has to be captured, which takes long.
+        """
+        runner, call = self.draft_runner, self.call
+        if runner is None or isinstance(runner.model, TargetHead) or call.translation is not None:
+            return False
+        return self.static_shapes and call.rows == 1 and call.is_unpadded and runner.graphs_captured > 0
+
+    def read_ahead(self, plan: SpecBranchConfig, text: Text) -> None:
+        """Launch the passes in which the draft of a plan reads the prompt, if they need nothing that is made later."""
+        runner = self.draft_runner
+        if runner is None or not (POLICIES[plan.policy].drafts and self.knows_prompt) or text.may_finish(1):
+            return
+        alone = runner.takes_spans and not runner.is_recurrent and not self.guided and text.prompt_length > 0
+        if alone and runner.device == self.runner.device:
+            read_ahead(runner, text.ids[:, : text.prompt_length], text.row_tokens())
 
     @property
     def _own_attention(self) -> Tensor:

@@ -30,16 +30,20 @@ class Remembered(NamedTuple):
     tokens: list[int]
     weights: Tensor | None = None  # checksum of the weights that computed them, if it matters; see `prefix_reuse`
 
-    def common_prefix(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens a prompt has in common with this text, the prompt's last token excluded.
+    def common_prefix(self, prompt: Sequence[int], with_last: bool = False) -> int:
+        """Return how many tokens a prompt has in common with this text.
 
-        The last token is always read, because its logits are wanted.
+        Args:
+            prompt: its tokens.
+            with_last: count the last token of the prompt too. A target always reads it, because its logits are wanted.
 
         Example:
             >>> Remembered([1, 2, 3, 4]).common_prefix([1, 2, 5]), Remembered([1, 2, 3]).common_prefix([1, 2, 3])
             (2, 2)
+            >>> Remembered([1, 2, 3]).common_prefix([1, 2, 3], with_last=True)
+            3
         """
-        most = max(0, min(len(self.tokens), len(prompt) - 1))
+        most = max(0, min(len(self.tokens), len(prompt) - (not with_last)))
         return next((index for index in range(most) if self.tokens[index] != prompt[index]), most)
 
 

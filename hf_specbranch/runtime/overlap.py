@@ -125,7 +125,22 @@ class Overlap:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.join()
         self.exit.close()
+
+    def fork(self) -> None:
+        """Let later work on the side stream wait for what was launched so far, and for nothing after it."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def on_side_stream(self) -> AbstractContextManager[Any]:
+        """Inside the context, work is launched on the side stream. It may begin when all before `fork` is done."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        """Let later work wait for the side stream."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def start(self, work: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
         """Start `work(*arguments)` on the side stream. The returned function waits for its result."""
@@ -133,25 +148,20 @@ class Overlap:
             with self.working("verify"):
                 done = work(*arguments)
             return lambda: done
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.fork()
         finished = self._run(work, arguments) if self.inline else None
         future = None if self.inline else self.threads.submit(self._run, work, arguments)
 
         def result() -> Result:
             value = cast(Result, finished if future is None else future.result())
-            if self.stream is not None:
-                torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.join()
             return value
 
         return result
 
     def _run(self, work: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
-        on_stream: AbstractContextManager[Any] = nullcontext()
-        if self.stream is not None:
-            on_stream = torch.cuda.stream(self.stream)
         modes: AbstractContextManager[Any] = nullcontext() if self.inline else self.modes()
-        with modes, on_stream, self.working("verify"):
+        with modes, self.on_side_stream(), self.working("verify"):
             return work(*arguments)
 
     @contextmanager
