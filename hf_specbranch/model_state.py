@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from .plain_tensors import plain_tensors
 
 Found = TypeVar("Found")
 
@@ -132,15 +134,43 @@ def weight_bytes(model: nn.Module) -> int:
     return state.weight_bytes[1]
 
 
-def every_module(model: nn.Module) -> list[nn.Module]:
-    """Return a module and all modules inside it, each once, in the order of `model.modules()`.
+# ---- all modules of a model
 
-    Example:
-        >>> from torch import nn
-        >>> inner = nn.ReLU()
-        >>> [type(module).__name__ for module in every_module(nn.Sequential(inner, nn.Sequential(inner)))]
-        ['Sequential', 'ReLU', 'Sequential']
-    """
+
+class Walk(NamedTuple):
+    """All modules of a model, each once, and the dictionaries in which they hold parameters and buffers."""
+
+    modules: list[nn.Module]
+    parameters: list[dict[str, nn.Parameter | None]]
+    buffers: list[dict[str, Tensor | None]]
+
+    @classmethod
+    def over(cls, modules: list[nn.Module]) -> Walk:
+        """Return these modules, and what they hold themselves."""
+        parameters = [module._parameters for module in modules if module._parameters]
+        return cls(modules, parameters, [module._buffers for module in modules if module._buffers])
+
+    def tensors(self) -> list[Tensor]:
+        """Return all parameters and buffers. Tied ones appear more than once."""
+        parameters = [tensor for held in self.parameters for tensor in held.values() if tensor is not None]
+        return parameters + [tensor for held in self.buffers for tensor in held.values() if tensor is not None]
+
+
+_walked: ContextVar[dict[nn.Module, Walk] | None] = ContextVar("walked", default=None)
+
+
+@contextmanager
+def walked_once() -> Iterator[None]:
+    """Inside the context, `walk_of` goes through a model once: a call asks a dozen times."""
+    token = _walked.set(_walked.get() or {})
+    try:
+        yield
+    finally:
+        _walked.reset(token)
+
+
+def walk_of(model: nn.Module) -> Walk:
+    """Return a module and all modules inside it, in the order of `model.modules()`."""
     walked = _walked.get()
     if walked is not None and model in walked:
         return walked[model]
@@ -152,20 +182,20 @@ def every_module(model: nn.Module) -> list[nn.Module]:
             found[module] = None
             if module._modules:
                 ahead.extend(reversed(module._modules.values()))
-    return list(found) if walked is None else walked.setdefault(model, list(found))
+    walk = Walk.over(list(found))
+    return walk if walked is None else walked.setdefault(model, walk)
 
 
-_walked: ContextVar[dict[nn.Module, list[nn.Module]] | None] = ContextVar("walked", default=None)
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules inside it, each once, in the order of `model.modules()`.
 
-
-@contextmanager
-def walked_once() -> Iterator[None]:
-    """Inside the context, `every_module` goes through a model once: a call asks a dozen times."""
-    token = _walked.set(_walked.get() or {})
-    try:
-        yield
-    finally:
-        _walked.reset(token)
+    Example:
+        >>> from torch import nn
+        >>> inner = nn.ReLU()
+        >>> [type(module).__name__ for module in every_module(nn.Sequential(inner, nn.Sequential(inner)))]
+        ['Sequential', 'ReLU', 'Sequential']
+    """
+    return walk_of(model).modules
 
 
 def every_parameter(model: nn.Module) -> list[nn.Parameter]:
@@ -176,12 +206,7 @@ def every_parameter(model: nn.Module) -> list[nn.Parameter]:
         >>> [tuple(parameter.shape) for parameter in every_parameter(nn.Linear(3, 2))]
         [(2, 3), (2,)]
     """
-    return held_parameters(every_module(model))
-
-
-def held_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that these modules hold themselves."""
-    held = [module._parameters for module in modules if module._parameters]
+    held = walk_of(model).parameters
     return [parameter for parameters in held for parameter in parameters.values() if parameter is not None]
 
 
@@ -193,38 +218,12 @@ def every_buffer(model: nn.Module) -> list[Tensor]:
         >>> len(every_buffer(nn.BatchNorm1d(2)))
         3
     """
-    held = (module._buffers.values() for module in every_module(model) if module._buffers)
-    return [buffer for buffers in held for buffer in buffers if buffer is not None]
+    return [buffer for buffers in walk_of(model).buffers for buffer in buffers.values() if buffer is not None]
 
 
 def every_tensor(model: nn.Module) -> list[Tensor]:
-    """Return the plain tensors that hold all parameters and buffers of a model, each once.
-
-    Quantised weights may be subclasses of tensors, which hold packed data and scales.
-
-    Example:
-        >>> from torch import nn
-        >>> [tuple(tensor.shape) for tensor in every_tensor(nn.Linear(3, 2))]
-        [(2, 3), (2,)]
-    """
-    held = {id(tensor): tensor for tensor in (*every_parameter(model), *every_buffer(model))}
-    return [part for tensor in held.values() for part in plain_parts(tensor)]
-
-
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold a parameter or buffer."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return [tensor]
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao, and DTensor, which holds its device mesh too
-        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return [part for each in held if isinstance(each, Tensor) for part in plain_parts(each)]
-    state = getattr(tensor, "quant_state", None)  # bitsandbytes
-    if state is None:
-        return [tensor]
-    nested = getattr(state, "state2", None)
-    states = (state,) if nested is None else (state, nested)
-    values = [getattr(each, name, None) for each in states for name in ("absmax", "code", "offset")]
-    return [tensor.data.as_subclass(Tensor), *(value for value in values if isinstance(value, Tensor))]
+    """Return the plain tensors that hold all parameters and buffers of a model, each once."""
+    return plain_tensors(walk_of(model).tensors())
 
 
 # ---- PEFT adapters
@@ -297,27 +296,18 @@ def adapters_in_use(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
-def modules_in_use(model: nn.Module) -> list[nn.Module]:
+def walk_in_use(model: nn.Module) -> Walk:
     """Return all modules inside a model, except those of LoRA adapters that take no part in a pass."""
-    modules = every_module(model)
+    walk = walk_of(model)
     if not has_adapters(model):
-        return modules
+        return walk
     unused: set[nn.Module] = set()
-    for module in modules:
+    for module in walk.modules:
         if is_lora(module):
             used, layer = adapters_in_use(module), cast(Any, module)
             for held in (layer.lora_A, layer.lora_B, layer.lora_dropout):
                 unused.update(held[name] for name in held if name not in used)
-    return [module for module in modules if module not in unused]
-
-
-def tensors_in_use(model: nn.Module) -> list[Tensor]:
-    """Return the plain tensors that hold the parameters and buffers of `modules_in_use`, each once."""
-    modules = modules_in_use(model)
-    parameters = (tensor for module in modules for tensor in module._parameters.values())
-    buffers = (tensor for module in modules for tensor in module._buffers.values())
-    held = {id(tensor): tensor for tensor in (*parameters, *buffers) if tensor is not None}
-    return [part for tensor in held.values() for part in plain_parts(tensor)]
+    return Walk.over([module for module in walk.modules if module not in unused])
 
 
 def unmerge_disabled(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ class CallCosts:
         # A sampled text must not depend on what was counted before the models were changed either.
         counted = self.knowledge.sizes if draft_runner is not None and measured else None
         self.sizes = counted or sizes_of(runner.model, draft)
+        self.last: tuple[int, StepCosts] | None = None  # what `at` has returned
 
     @property
     def knowledge(self) -> Knowledge:
@@ -63,9 +64,13 @@ class CallCosts:
         )
 
     def at(self, context: int) -> StepCosts:
-        """Return the costs at a length of text."""
-        predicted = self.predicted(context)
-        return self.factors().costs(predicted) if self.measured and self.draft_runner is not None else predicted
+        """Return the costs at a length of text. They change only once the text has grown."""
+        if self.last is None or self.last[0] != context:
+            costs = self.predicted(context)
+            if self.measured and self.draft_runner is not None:
+                costs = self.factors().costs(costs)
+            self.last = context, costs
+        return self.last[1]
 
 
 def threads_of(device: torch.device) -> int:

@@ -40,8 +40,6 @@ class Remembered(NamedTuple):
         Example:
             >>> Remembered([1, 2, 3, 4]).common_prefix([1, 2, 5]), Remembered([1, 2, 3]).common_prefix([1, 2, 3])
             (2, 2)
-            >>> Remembered([1, 2, 3]).common_prefix([1, 2, 3], with_last=True)
-            3
         """
         most = max(0, min(len(self.tokens), len(prompt) - (not with_last)))
         return next((index for index in range(most) if self.tokens[index] != prompt[index]), most)

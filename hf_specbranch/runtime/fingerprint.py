@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..kernels.attention_interface import original_attention
-from ..model_state import adapter_state, modules_in_use, plain_parts
+from ..model_state import adapter_state, walk_in_use
+from ..plain_tensors import plain_parts
 
 PLAIN = {nn.Parameter, torch.Tensor}
 
@@ -17,9 +18,8 @@ def fingerprint(model: PreTrainedModel) -> int:
 
     Every call computes it, so it must be quick.
     """
-    modules = modules_in_use(model)
-    held = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
-    weights = [tensor for tensors in held for tensor in tensors.values() if tensor is not None]
+    walk = walk_in_use(model)
+    modules, weights = walk.modules, walk.tensors()
     if not PLAIN.issuperset(map(type, weights)):
         weights = [part for tensor in weights for part in plain_parts(tensor)]
     structure = tuple(map(id, modules)), tuple(map(type, modules)), tuple([module.training for module in modules])

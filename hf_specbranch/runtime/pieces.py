@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from ..model_state import every_module, held_parameters
+from ..model_state import every_module, every_parameter
 
 
 class Part(Protocol):
@@ -267,7 +267,7 @@ def _outside(model: PreTrainedModel) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
-        held = held_parameters(every_module(module))
+        held = every_parameter(module)
         is_callable = type(module).forward is not nn.Module.forward
         elsewhere = [each.is_meta or each.device.type != home.type for each in held]
         if held and all(elsewhere) and is_callable:

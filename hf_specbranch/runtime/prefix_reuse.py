@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..kernels.checksum import checksum
-from ..model_state import tensors_in_use
+from ..model_state import walk_in_use
+from ..plain_tensors import plain_tensors
 from .eager import NOTHING, Remembered
 
 logger = logging.getLogger(__name__)
@@ -49,4 +50,4 @@ def reusable_tokens(remembered: Remembered, model: PreTrainedModel, prompt: Sequ
 
 
 def _checksum(model: PreTrainedModel) -> Tensor:
-    return checksum(tensors_in_use(model))
+    return checksum(plain_tensors(walk_in_use(model).tensors()))

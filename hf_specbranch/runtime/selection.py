@@ -14,14 +14,7 @@ from ..config import MEMORY_BUDGET
 from ..kernels import warm_up_in_background
 from ..kernels.backend import HALF_PRECISION, serves
 from ..layers.base import ThreadForward
-from ..model_state import (
-    adapter_state,
-    every_module,
-    every_parameter,
-    held_parameters,
-    state_of,
-    unmerge_disabled,
-)
+from ..model_state import adapter_state, every_module, every_parameter, state_of, unmerge_disabled
 from . import capture_trial, cuda_graph, idle_runners
 from .eager import EagerRunner, MaskMaker, layer_kinds
 from .fingerprint import fingerprint
@@ -158,7 +151,7 @@ def why_not_captured(model: PreTrainedModel) -> str:
     """Return why this model must run eagerly; empty if it can be captured."""
     modules = every_module(model)
     in_pieces, home = _has_accelerate_hooks(modules), model.get_input_embeddings().weight.device
-    devices = {home} if in_pieces else {home, *(weight.device for weight in held_parameters(modules))}
+    devices = {home} if in_pieces else {home, *(weight.device for weight in every_parameter(model))}
     if any(device.type != "cuda" for device in devices):
         return "it is not on a CUDA device"
     if len(devices) > 1:
@@ -178,7 +171,7 @@ def _why_not_as(role: str, model: PreTrainedModel) -> str:
 
     When a side branch survives, its entries in the KV caches of all layers move, in one stage of one device.
     """
-    if role != "draft":
+    if role != "draft" or not _has_accelerate_hooks(every_module(model)):
         return ""
     spread = {weight.device for weight in every_parameter(model) if not weight.is_meta}
     return "its layers are on several devices" if len(spread) > 1 else ""
