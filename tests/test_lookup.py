@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import GenerationConfig
 
 from hf_specbranch import LookupCorpus, SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.corpus import FORMAT
-from hf_specbranch.decoding import acceptance, call_costs, row_takeover, verifier
+from hf_specbranch.decoding import acceptance, call_costs, lookup, row_takeover, verifier
 from hf_specbranch.decoding.lookup import Lookup, PassTimes
 from hf_specbranch.decoding.lookup_match import find_in_corpus, find_in_text, find_in_text_reference, longer_of
 from hf_specbranch.decoding.loop import NoDraft
@@ -24,7 +25,7 @@ from hf_specbranch.decoding.text_index import MatchConfidence, TextIndex, best_l
 from hf_specbranch.planning.costs import StepCosts
 
 from .kernels import DEVICE, on_kernels, where_triton_runs
-from .models import attached, config, prompt, slowly
+from .models import attached, config, llama, prompt, slowly
 from .sampling import QUICK_SAMPLES, SMALLEST_P
 from .sources import DraftSourceTests, draft_is_worth, repetitive_pair
 
@@ -234,6 +235,31 @@ def test_a_seed_keeps_its_text_once_the_lookup_is_captured(target, draft, graph_
         texts.append((out.tolist(), model.specbranch_stats.sources))
     assert texts[0] == texts[1] == texts[2]
     assert texts[0][1]["lookup"]["rounds"] > 10
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_match_that_goes_on_is_followed_for_two_blocks(device, request, monkeypatch):
+    """In captured stages over one row, once a pass over so many tokens is captured."""
+    if device == "cpu":
+        request.getfixturevalue("graph_runners")
+    target = llama(seed=3, vocabulary=12, hidden=16, layers=2, sharpness=2.0, eos=None).to(device)
+    model, longest = specbranch(copy.deepcopy(target)), []
+    ids = prompt(length=12, vocabulary=12)["input_ids"].to(device)
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 200, "do_sample": False}
+    expected = target.generate(ids, **asked)
+    for most, enough in (("auto", inf), (15, 0.0), ("auto", inf), ("auto", 0.0), ("auto", inf)):
+        monkeypatch.setattr(lookup, "CAPTURE_SECONDS", enough)
+        own = SpecBranchConfig(prompt_lookup_num_tokens=most, kernels=True, runtime="graph")
+        assert torch.equal(model.generate(ids, **asked, specbranch=own), expected)
+        longest.append(len(model.specbranch_stats.acceptance_histogram) - 1)
+    assert longest == [-1, 15, 15, 31, 31]
+
+
+@pytest.mark.parametrize(("leaves", "lengths"), [(0, (15, 31)), (6, (14, 30))])
+def test_looked_up_tokens_fill_blocks(leaves, lengths):
+    own = SpecBranchConfig("vanilla", tree_leaves=leaves, prompt_lookup_num_tokens=lengths[-1])
+    assert own.captured_lookups == lengths
+    assert replace(own, prompt_lookup_num_tokens=4).captured_lookups == (4,)
 
 
 class TestLookupBesideBranches(TestLookup):

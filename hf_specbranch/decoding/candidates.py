@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from ..config import LOOKUP_TOKENS, SpecBranchConfig
+from ..config import BLOCK_SIZE, SpecBranchConfig
 from ..runtime.static_buffers import Buffers
 from .lookup import lengths_up_to
 from .resolve import NONE, BranchStarts, DraftTokens, Feedback
 from .scoring import Prefixes
 from .verifier import Verifier
+
+MOST = BLOCK_SIZE - 1  # candidates that a generator is asked for; with the token before them a block
 
 
 class Candidates(NamedTuple):
@@ -55,7 +57,7 @@ def settings_for_candidates(config: SpecBranchConfig, generator: CandidateGenera
             f"policy={config.policy!r} drafts while the target verifies, which a CandidateGenerator cannot do: choose "
             f'"auto" or "vanilla"'
         )
-    longest = LOOKUP_TOKENS if config.max_draft_length == "auto" else config.max_draft_length
+    longest = MOST if config.max_draft_length == "auto" else config.max_draft_length
     policy = "vanilla" if config.policy == "auto" else config.policy
     return replace(config, policy=policy, max_draft_length=longest, prompt_lookup_num_tokens=0)
 
@@ -136,9 +138,8 @@ class CandidateDraft:
         self.generator, self.buffers, self.verifier, self.text = generator, buffers, verifier, verifier.text
         self.vocabulary, self.draws, self.most = vocabulary, draws, most
         self.name, self.device = type(generator).__name__, self.text.ids.device
-        self.lengths = lengths_up_to(most, buffers.static_shapes)
+        self.lengths = (most,) if buffers.static_shapes else lengths_up_to(most)
         self.forced: int | None = None
-        self.max_tokens_per_round = most + 1
         self.attention = attention
         self.prompts: list[list[int]] = []
         rows = self.text.ids.shape[0]

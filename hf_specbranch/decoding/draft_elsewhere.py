@@ -27,7 +27,7 @@ class DraftElsewhere:
 
     def __init__(self, source: DraftSource, there: Buffers, here: Buffers) -> None:
         self.source, self.there, self.here, self.device = source, there, here, here.device
-        self.name, self.depth, self.max_tokens_per_round = source.name, source.depth, source.max_tokens_per_round
+        self.name, self.depth = source.name, source.depth
         self.same_every_round, self.keeps_drafts = source.same_every_round, source.keeps_drafts
         self.reads_early, self.begin_next = False, None  # not tried with a device of its own
         self.copies: dict[tuple[str, torch.Size, bool], Tensor] = {}

@@ -23,7 +23,6 @@ class DraftSource(Protocol):
         name: what has drafted the last proposal, for the statistics.
         device: where its tensors are.
         depth: tokens of a side branch after its first.
-        max_tokens_per_round: the most tokens that a round can add to a text.
         same_every_round: a round launches the same work whatever the last verify result was, so that the next round may
             start before the host has read it.
         keeps_drafts: what is left of a draft stays pending, where a round commits less than was accepted (rows in
@@ -37,7 +36,6 @@ class DraftSource(Protocol):
     name: str
     device: torch.device
     depth: int
-    max_tokens_per_round: int
     same_every_round: bool
     keeps_drafts: bool
     reads_early: bool

@@ -56,7 +56,7 @@ class Drafter:
     ) -> None:
         self.buffers, self.model, self.round, self.ops, self.hooks = buffers, model, round, ops, hooks
         self.device, self.policy, self.gamma, self.depth = round.pending.device, round.policy, round.gamma, round.depth
-        self.name, self.stats, self.max_tokens_per_round = model.name, stats, self.gamma + 2
+        self.name, self.stats = model.name, stats
         self.usual_steps: float = self.gamma  # of a new draft
         # Drafts are proposed before every pass, and no verify result leaves a pending draft or a branch.
         self.same_every_round, self.keeps_drafts = self.policy.drafts_first and not self.policy.drafts_ahead, True
@@ -102,7 +102,9 @@ class Drafter:
 
     def remember(self, tokens: list[int]) -> None:
         if (runner := self.model.runner).remembered.tokens:  # there is one row, without padding
-            read = len(tokens) - self.max_tokens_per_round - 2  # a round reads all but two tokens of the text before it
+            read = (
+                len(tokens) - self.gamma - 4
+            )  # a round reads all but two tokens of the text before it, and adds gamma + 2
             if not self.round.static_shapes:  # the device may be asked
                 read = int(torch.minimum(self.round.pending.cached, self.round.pending.start)[0])
             runner.remembered = Remembered(tokens[: max(0, read)])

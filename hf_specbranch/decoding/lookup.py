@@ -32,16 +32,14 @@ NAME = "lookup"
 LIKELY, ABSENT = 0.5, -1  # the chance from which on a match counts as likely, for the planner; no such match
 
 
-def lengths_up_to(most: int, captured: bool) -> tuple[int, ...]:
-    """Return the numbers of tokens that a lookup may propose, `most` the largest.
-
-    Each takes captures of its own, and captured passes over 2 to 16 tokens take about the same time: there one will do.
+def lengths_up_to(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens to propose that are worth a choice where stages are not captured.
 
     Example:
-        >>> lengths_up_to(15, captured=True), lengths_up_to(4, captured=False)
-        ((15,), (1, 2, 3, 4))
+        >>> lengths_up_to(4)
+        (1, 2, 3, 4)
     """
-    return (most,) if captured else (*(length for length in LENGTHS if length < most), most)
+    return *(length for length in LENGTHS if length < most), most
 
 
 def _agreeing(said: Sequence[int], text: Sequence[int]) -> int:
@@ -171,13 +169,17 @@ class Lookup:
     def choose(self) -> int:
         """Return how many tokens to propose in the next round; 0: none."""
         self.follow()
-        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
         if self.forced is not None:
             return self.forced
+        return self.best(self.lengths)
+
+    def best(self, lengths: Sequence[int]) -> int:
+        """Return which of these numbers of tokens promises most; 0: none."""
+        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
         if not any(match.length for match in rows):
             return 0
         expected = [self.confidence.expected(each.length, len(each.tokens) if each.length else 0) for each in rows]
-        return best_length(expected, self.times.seconds, self.lengths)
+        return best_length(expected, self.times.seconds, lengths)
 
     def expected(self, count: int) -> float:
         """Return how many of so many proposed tokens are expected to be accepted, per row."""
@@ -219,7 +221,6 @@ class LookupDraft:
     ) -> None:
         self.buffers, self.lookup, self.nothing, self.patient, text = buffers, lookup, nothing, patient, lookup.text
         self.device, self.name, rows = text.ids.device, NAME, text.ids.shape[0]
-        self.max_tokens_per_round = lookup.most + 1
         self.first = buffers.tensor("lookup.first", (rows, 1)).copy_(first)
         self.limit = buffers.tensor("lookup.limit", (1,)).fill_(text.stopper.max_length)
         self.length = buffers.tensor("lookup.length", (rows,))
@@ -242,22 +243,28 @@ class LookupDraft:
     def choose(self) -> int:
         """Return how many tokens to propose.
 
-        0 also in the first round, and if a stage would have to be captured that has not paid yet.
+        0 in the first round. What would have to be captured and has not paid yet is not proposed.
         """
-        if self.buffers.static_shapes and not self.lookup.indices and self.lookup.forced is None:
+        lookup, missed = self.lookup, self.buffers.missed
+        if self.buffers.static_shapes and not lookup.indices and lookup.forced is None:
             return 0
-        count, key = self.lookup.choose(), self._key
-        if not count or not self.patient or self.lookup.forced is not None or self.buffers.has_run(key(count)):
+        count = lookup.choose()
+        if not count or lookup.forced is not None or self._is_ready(count):
             return count
-        missed = self.buffers.missed
-        missed[key(count)] = missed.get(key(count), 0.0) + self.lookup.saved_seconds(count)
-        return count if missed[key(count)] > CAPTURE_SECONDS else 0
+        instead = lookup.best([length for length in lookup.lengths if self._is_ready(length)])
+        key, saved = self._key(count), lookup.saved_seconds(count) - lookup.saved_seconds(instead)
+        missed[key] = missed.get(key, 0.0) + saved
+        return count if missed[key] > CAPTURE_SECONDS else instead
+
+    def _is_ready(self, count: int) -> bool:
+        """Whether so many tokens may be proposed without a capture, or captured at once."""
+        return not self.patient or self.buffers.has_run(self._key(count))
 
     @property
     def at_hand(self) -> int:
         """The tokens to propose without a likely match: those of a captured stage that need not be captured first."""
-        count, waits = self.lookup.most, self.patient and not self.buffers.has_run(self._key(self.lookup.most))
-        return count if self.buffers.static_shapes and self.lookup.indices and not waits else 0
+        count = min(self.lookup.lengths)
+        return count if self.buffers.static_shapes and self.lookup.indices and self._is_ready(count) else 0
 
     def _key(self, count: int) -> Hashable:
         """Return the key of the stage that looks up so many tokens."""

@@ -73,7 +73,7 @@ def decode(parts: Parts, overlap: Overlap, feedback: Feedback, rounds: Iterable[
             branches = drafter.branch(text.reach)
         step = wait_for_target()
         verifier.verify(step, draft_tokens, branches, drafter.drafted)
-        in_flight.push(step, drafter.name)
+        in_flight.push(step, drafter.name, draft_tokens.most_committed)
         if (begin_next := drafter.begin_next) is not None and in_flight.may_go_on():
             in_flight.update_text()
             with overlap.working("draft"):
@@ -157,6 +157,15 @@ def read_prompt(parts: Parts, before_draft: Callable[[], None] | None = None) ->
     return feedback
 
 
+class RoundInFlight(NamedTuple):
+    """A round that was launched, and whose result the host has not read."""
+
+    step: Step
+    source: str  # what has drafted
+    rows: int  # that had not ended
+    most_tokens: int  # that it can add
+
+
 class RoundsInFlight:
     """The rounds that were launched, and whose results the host has not read; the oldest first.
 
@@ -175,8 +184,7 @@ class RoundsInFlight:
     """
 
     def __init__(self, text: Text, drafter: DraftSource, stats: SpecBranchStats, records: bool = False) -> None:
-        self.text, self.stats, self.steps = text, stats, deque[tuple[Step, str, int]]()
-        self.most_per_round = drafter.max_tokens_per_round
+        self.text, self.stats, self.steps = text, stats, deque[RoundInFlight]()
         self.can_continue = text.resolved_on_device and not text.stopper.called and not records
         self.max_in_flight = int(self.can_continue and drafter.same_every_round)
 
@@ -186,7 +194,7 @@ class RoundsInFlight:
     @property
     def tokens(self) -> int:
         """The most tokens that these rounds can add."""
-        return len(self.steps) * self.most_per_round
+        return sum(each.most_tokens for each in self.steps)
 
     def must_finish_one(self) -> bool:
         """Whether the host must read a result before another round may start."""
@@ -204,15 +212,15 @@ class RoundsInFlight:
         """Tell the text how many tokens these rounds have added at most."""
         self.text.in_flight = self.tokens
 
-    def push(self, step: Step, source: str) -> None:
-        self.steps.append((step, source, self.text.done.count(False)))
+    def push(self, step: Step, source: str, most_tokens: int) -> None:
+        self.steps.append(RoundInFlight(step, source, self.text.done.count(False), most_tokens))
 
     def pop(self) -> tuple[Step, str]:
         """Return the pass of the oldest round, and the name of what has drafted.
 
         Rows that had ended when it was launched are no longer counted.
         """
-        step, source, rows = self.steps.popleft()
+        step, source, rows, _ = self.steps.popleft()
         # Of a round that is discarded, `Overlap.discard_round` takes back one row.
         self.stats.row_passes -= rows - (1 if self.text.finished else self.text.done.count(False))
         self.text.others_in_flight = len(self.steps)
@@ -229,7 +237,7 @@ class NoDraft:
         nothing: no draft tokens and no branches.
     """
 
-    name, depth, max_tokens_per_round, same_every_round, keeps_drafts, reads_early = "", 0, 1, True, True, False
+    name, depth, same_every_round, keeps_drafts, reads_early = "", 0, True, True, False
     begin_next = None
 
     def __init__(self, nothing: tuple[DraftTokens, BranchStarts]) -> None:

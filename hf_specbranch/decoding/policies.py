@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
+from ..config import BLOCK_SIZE, LOOKUP_BESIDE_LEAVES, LOOKUP_TOKENS, TREE_LEAVES, SpecBranchConfig
 from ..runtime.eager import EagerRunner
 from ..target_heads.base import TargetHead
 
@@ -46,10 +46,15 @@ POLICIES["auto"] = POLICIES["specbranch"]  # checked as the policy that needs mo
 def without_alternatives(config: SpecBranchConfig, target: EagerRunner, draft: EagerRunner | None) -> SpecBranchConfig:
     """Return the settings without tree leaves for a recurrent target and without side branches for a recurrent draft.
 
-    Such a layer reads one token after the other, so it cannot read alternatives to a token in the same row.
+    Such a layer reads one token after the other, so it cannot read alternatives to a token in the same row. It keeps a
+    state for each token of a pass, so passes stay within a block.
     """
     if target.is_recurrent:
         config = replace(config, tree_leaves=0)
+        if config.prompt_lookup_num_tokens == "auto" and config.policy == "auto":
+            config = replace(config, prompt_lookup_num_tokens=BLOCK_SIZE - 1)
+        elif config.lookup_tokens >= BLOCK_SIZE:
+            config = replace(config, prompt_lookup_num_tokens=BLOCK_SIZE - 1)
     if draft is not None and draft.is_recurrent:
         config = replace(config, max_branches=1, max_rejection_branches=0)
         if target.is_recurrent and target.device.type == "cpu":

@@ -63,7 +63,7 @@ class ReencodedDraft:
     ) -> None:
         self.runner, self.buffers, self.text, self.attention, self.stats = runner, buffers, text, attention, stats
         self.translation, self.gamma, self.epsilon, self.lookbehind = translation, gamma, epsilon, lookbehind
-        self.device, self.name, self.max_tokens_per_round = buffers.device, NAME, gamma + 1
+        self.device, self.name = buffers.device, NAME
         self.capacity, rows = capacity, text.ids.shape[0]
         no_prompt = torch.ones((rows, 0), dtype=torch.bool, device=self.device)
         self.model = DraftModel(buffers, runner, no_prompt, translation.draft.size, (), capacity, stats)

@@ -151,6 +151,11 @@ class DraftTokens(NamedTuple):
         """Whether there is no room for a draft token or a tree leaf."""
         return self.tokens.shape[1] == 0 and self.leaves is None
 
+    @property
+    def most_committed(self) -> int:
+        """The most tokens that a round adds: the draft, the target's own token, and the one after a tree leaf."""
+        return self.tokens.shape[1] + 1 + (self.leaves is not None and self.leaves.tokens.shape[1] > 0)
+
     def to(self, device: torch.device) -> DraftTokens:
         q = None if self.q is None else self.q.to(device)
         leaves = None if self.leaves is None else self.leaves.to(device)

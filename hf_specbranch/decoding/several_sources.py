@@ -49,7 +49,6 @@ class LookupBesideDraft:
         self.stepwise = drafter if isinstance(drafter, StepwiseDrafter) else None
         # A host that waits for each step of a draft waits for the result before it too, and then knows the last match.
         self.same_every_round = drafter.same_every_round and self.stepwise is None
-        self.max_tokens_per_round = max(drafter.max_tokens_per_round, lookup.max_tokens_per_round)
         self.typical = TYPICAL[self.stepwise is not None] * drafter.usual_steps  # accepted tokens of a draft
         self.rows = len(lookup.lookup.text.lengths)
         self.worth = StepWorth(drafter.stats, costs, self.rows, self._width)

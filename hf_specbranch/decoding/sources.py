@@ -136,8 +136,11 @@ class Sources:
             times = PassTimes(costs.pass_seconds, measures=self.draft_runner is None and not self.samples)
             size = plan.max_matching_ngram_size
             attention = None if self.call.rows == 1 and self.call.is_unpadded else self._own_attention
+            lengths = lengths_up_to(plan.lookup_tokens)
+            if self.static_shapes:  # each number takes captures of its own
+                lengths = plan.captured_lookups[: None if self.call.rows == 1 else 1]
             self.lookup = Lookup(
-                parts.text, attention, lengths_up_to(plan.lookup_tokens, self.static_shapes),
+                parts.text, attention, lengths,
                 LONGEST if isinstance(size, str) else size, self.call.corpus, times,
                 SHORTEST if self.static_shapes else INDEXED,
             )  # fmt: skip

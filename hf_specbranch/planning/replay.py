@@ -87,29 +87,31 @@ def replay(
             f"recording has no probabilities: record it again, or replay with both at 0"
         )
     if not POLICIES[config.policy].drafts:
-        return list(_without_model(agreement, config.lookup_tokens, captured))
+        return list(_without_model(agreement, config, captured))
     return list(_Player(agreement, config, captured, least_chance))
 
 
-def _without_model(agreement: Agreement, lookup_tokens: int, captured: bool) -> Iterator[Round]:
+def _without_model(agreement: Agreement, config: SpecBranchConfig, captured: bool) -> Iterator[Round]:
     """Yield the rounds of lookup alone, or of decoding without any draft."""
     at, end = 1, len(agreement.rank)
     while at < end:
-        each = _lookup_round(agreement, at, lookup_tokens, captured) or Round(0, 1, 0, 0, 0)
+        each = _lookup_round(agreement, at, config, captured) or Round(0, 1, 0, 0, 0)
         yield each
         at += each.committed
 
 
-def _lookup_round(agreement: Agreement, at: int, lookup_tokens: int, captured: bool) -> Round | None:
+def _lookup_round(agreement: Agreement, at: int, config: SpecBranchConfig, captured: bool) -> Round | None:
     """Return the round in which tokens are looked up from this position on; None if none would be.
 
-    Captured stages have one number of tokens to propose, the most.
+    As if it were known how many of them are right.
     """
-    if not lookup_tokens or not agreement.lookups or agreement.lookups[at] == ABSENT:
+    if not config.lookup_tokens or not agreement.lookups or agreement.lookups[at] == ABSENT:
         return None
-    most = lookup_tokens if captured else min(lookup_tokens, LOOKED_UP)
+    right, most = agreement.lookups[at], min(config.lookup_tokens, LOOKED_UP)
+    if captured:
+        most = next((each for each in config.captured_lookups if right <= each), config.lookup_tokens)
     sent = min(most, len(agreement.rank) - at - 1)
-    return Round(sent, min(agreement.lookups[at], sent) + 1, 0, 0, 0)
+    return Round(sent, min(right, sent) + 1, 0, 0, 0)
 
 
 class _Tables:
@@ -171,8 +173,8 @@ class _Player:
 
     def __init__(self, agreement: Agreement, config: SpecBranchConfig, captured: bool, least_chance: float) -> None:
         self.agreement, self.rank, self.end = agreement, agreement.rank, len(agreement.rank)
-        self.lookup_tokens = config.lookup_tokens if POLICIES[config.policy].drafts_first else 0
         self.policy: Policy = POLICIES[config.policy]
+        self.config = config if self.policy.drafts_first else replace(config, prompt_lookup_num_tokens=0)
         self.gamma, self.depth = config.draft_length, branch_depth(self.policy, config.draft_length)
         self.branches = config.max_branches
         tables = _tables(agreement, config.threshold(), self.branches)
@@ -191,7 +193,7 @@ class _Player:
         ahead, captured, end = self.policy.drafts_ahead, self.captured, self.end
         at, pending = 1, 0  # the prefill gives the first token; draft tokens that are pending after the text
         while at < end:
-            looked_up = None if pending else _lookup_round(self.agreement, at, self.lookup_tokens, captured is not None)
+            looked_up = None if pending else _lookup_round(self.agreement, at, self.config, captured is not None)
             if looked_up:
                 yield looked_up
                 at += looked_up.committed
