@@ -135,8 +135,8 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
         model.generate(**kwargs, specbranch=settings)
     read_prompt, read = engine.read_prompt, HostCopies.read
 
-    def then_forbid_waiting(parts):
-        feedback = read_prompt(parts)
+    def then_forbid_waiting(*given, **named):
+        feedback = read_prompt(*given, **named)
         waits.clear()
         torch.cuda.set_sync_debug_mode("error")
         return feedback
@@ -151,7 +151,7 @@ def test_a_warm_round_waits_for_the_device_once(policy, target, draft, monkeypat
         model.generate(**kwargs, specbranch=settings)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Once per round after the first. The copy of the prompt is read at the end, or by a draft that reads the prompt.
+    # Once per round after the first. The copy of the prompt is read at the end, or where a draft reads the prompt.
     assert len(waits) == model.specbranch_stats.target_forwards - 1 + (policy == "autoregressive")
 
 

@@ -116,10 +116,10 @@ def choose(
         min_gain: how many times faster than the current plan another must be.
         delay: the seconds before a plan can be followed, per token that follows it. None: no plan has to be waited for.
     """
-    overlap = costs.hidden >= MIN_HIDDEN
+    overlap, texts, about = costs.hidden >= MIN_HIDDEN, tuple(agreements), costs.rounded()
 
     def evaluate(plan: SpecBranchConfig) -> Choice:
-        prediction = predict(agreements, plan, costs, captured)
+        prediction = _predict(texts, plan, about, captured)
         ratio = expected_ratio(plan, ratios or {})
         return Choice(plan, ratio * prediction.tokens_per_second, prediction.tokens_per_pass)
 
@@ -132,6 +132,9 @@ def choose(
         return best
     now = evaluate(current)
     return best if min_gain * seconds(best) < seconds(now) else now
+
+
+_predict = lru_cache(maxsize=1024)(predict)  # the start and the end of a text ask for the same
 
 
 def _worth_a_look(plans: Sequence[SpecBranchConfig], overlap: bool) -> Sequence[SpecBranchConfig]:

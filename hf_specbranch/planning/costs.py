@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import log2
 from typing import NamedTuple
 
 from ..runtime.overlap import Totals
@@ -84,6 +85,17 @@ class StepCosts:
             return self
         return replace(self, hidden=1.0, draft_branch=self.draft_branch / (count - 1))
 
+    def rounded(self) -> StepCosts:
+        """Return the same costs to about a percent, so that what they predict can be kept until they really change.
+
+        Example:
+            >>> StepCosts(target_pass=0.00803).rounded() == StepCosts(target_pass=0.00801).rounded()
+            True
+        """
+        passes = tuple((further, _rounded(seconds)) for further, seconds in self.passes)
+        numbers = {name: _rounded(getattr(self, name)) for name in (*_IN_SECONDS, "waiting")}
+        return replace(self, passes=passes, hidden=round(self.hidden, 2), **numbers)
+
     def to_dict(self) -> dict[str, float]:
         """Return milliseconds per step, draft steps per pass and the hidden fraction, ready for JSON."""
         milliseconds = {f"{name}_ms": 1e3 * getattr(self, name) for name in _IN_SECONDS}
@@ -109,6 +121,11 @@ class StepCosts:
         """Return the time of a round's pass, and of the drafting that may overlap with it."""
         verify = self.pass_seconds(each.sent)
         return verify, each.overlapped_steps * (self.draft_step + max(0, each.width - 1) * self.draft_branch)
+
+
+def _rounded(seconds: float) -> float:
+    """Return the nearest of the powers of two in steps of a 32nd."""
+    return 2.0 ** (round(32 * log2(seconds)) / 32) if seconds > 0 else 0.0
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
