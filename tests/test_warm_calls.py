@@ -150,6 +150,21 @@ def test_draft_has_read_the_prompt_when_its_parts_are_made(graph_runners, monkey
     assert accepted[:3] == accepted[3:] and accepted[0] > 0
 
 
+def test_draft_reads_a_long_prompt_once_its_parts_are_made(graph_runners, monkeypatch):
+    """Then the first token does not wait for a device that both models fill."""
+    target, order, prefill, make = llama(seed=0), [], draft_model.prefill, Assembly.with_drafter
+    monkeypatch.setattr(draft_model, "prefill", lambda *args: (order.append("read"), prefill(*args))[1])
+    monkeypatch.setattr(Assembly, "with_drafter", lambda *args: (order.append("parts"), make(*args))[1])
+    monkeypatch.setattr(draft_model, "MOST_AHEAD", 8)
+    model, draft, settings = specbranch(target), noisy_copy(target, 0.2, 1), config("vanilla", kernels=True)
+    found = []
+    for seed, length in enumerate((8, 8, 9)):  # the first call captures
+        order.clear()
+        model.generate(tokens(length, seed), max_new_tokens=4, assistant_model=draft, specbranch=settings)
+        found.append(order[0])
+    assert found == ["parts", "read", "parts"]
+
+
 @pytest.mark.parametrize("policy", ["autoregressive", "vanilla"])
 def test_end_tokens_are_read_before_the_device_is_busy(policy, graph_runners, monkeypatch):
     """They are on the device. The drafter asks for them while the device reads the prompt, which it would wait for."""

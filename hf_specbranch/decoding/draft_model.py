@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..target_heads.base import DraftVocabulary
     from .target_states import TargetStates
 
+MOST_AHEAD = 1024  # tokens that a draft reads while the target does
+
 
 class DraftModel:
     """Runs the draft on columns of the text and applies the user's processors to its logits.
@@ -216,13 +218,17 @@ class DraftModel:
 def read_ahead(runner: EagerRunner, tokens: Tensor, known: list[int]) -> None:
     """Launch the passes over a prompt [1, P] without padding. The `DraftModel` that is made later reads no token again.
 
+    Of a long prompt it does nothing: the target fills the device, and the first token would have to wait.
+
     Args:
         runner: the draft and its cache.
         tokens: the prompt.
         known: the same tokens on the host.
     """
-    remembered, runner.remembered = runner.remembered, NOTHING
-    start, last = remembered.common_prefix(known, with_last=True), runner.position_limit
+    start, last = runner.remembered.common_prefix(known, with_last=True), runner.position_limit
+    if len(known) - start > MOST_AHEAD:
+        return
+    runner.remembered = NOTHING
     if start < len(known):
         positions = torch.arange(len(known), device=runner.device)[None].clamp(max=None if last is None else last - 1)
         own = tokens.clamp(max=runner.vocabulary - 1)
