@@ -102,9 +102,8 @@ class Drafter:
 
     def remember(self, tokens: list[int]) -> None:
         if (runner := self.model.runner).remembered.tokens:  # there is one row, without padding
-            read = (
-                len(tokens) - self.gamma - 4
-            )  # a round reads all but two tokens of the text before it, and adds gamma + 2
+            # A round adds at most gamma + 2 tokens, and reads all but two of those before.
+            read = len(tokens) - (self.gamma + 2) - 2
             if not self.round.static_shapes:  # the device may be asked
                 read = int(torch.minimum(self.round.pending.cached, self.round.pending.start)[0])
             runner.remembered = Remembered(tokens[: max(0, read)])
