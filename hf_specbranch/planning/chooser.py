@@ -116,10 +116,10 @@ def choose(
         min_gain: how many times faster than the current plan another must be.
         delay: the seconds before a plan can be followed, per token that follows it. None: no plan has to be waited for.
     """
-    overlap, texts, about = costs.hidden >= MIN_HIDDEN, tuple(agreements), costs.rounded()
+    overlap, texts = costs.hidden >= MIN_HIDDEN, tuple(agreements)
 
     def evaluate(plan: SpecBranchConfig) -> Choice:
-        prediction = _predict(texts, plan, about, captured)
+        prediction = _predict(texts, plan, costs, captured)
         ratio = expected_ratio(plan, ratios or {})
         return Choice(plan, ratio * prediction.tokens_per_second, prediction.tokens_per_pass)
 
@@ -134,7 +134,7 @@ def choose(
     return best if min_gain * seconds(best) < seconds(now) else now
 
 
-_predict = lru_cache(maxsize=1024)(predict)  # the start and the end of a text ask for the same
+_predict = lru_cache(maxsize=1024)(predict)  # the start and the end of a text ask for the same, at rounded costs
 
 
 def _worth_a_look(plans: Sequence[SpecBranchConfig], overlap: bool) -> Sequence[SpecBranchConfig]:

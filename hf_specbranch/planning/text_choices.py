@@ -108,7 +108,7 @@ class TextChoices:
         last, texts, costs = self.known.choices.get(self.key), self.texts() or [self.typical], self.costs()
         if last is None or (not self.is_captured(last.plan) and any(map(self.is_captured, self.plans))):
             return self.best_choice(texts, costs, None)
-        return choose([last.plan], texts, costs, self.captured, ratios=dict(self.known.ratios))
+        return choose([last.plan], texts, costs.rounded(), self.captured, ratios=dict(self.known.ratios))
 
     def best_choice(
         self, texts: list[Agreement], costs: StepCosts, plan: SpecBranchConfig | None, ending: bool = False
@@ -174,7 +174,7 @@ class TextChoices:
 
     def _saved(self, choice: Choice) -> float:
         """Return the seconds per token that a choice saves, compared with plain decoding."""
-        costs, texts, ratios = self.costs(), self.texts() or [self.typical], dict(self.known.ratios)
+        costs, texts, ratios = self.costs().rounded(), self.texts() or [self.typical], dict(self.known.ratios)
         plans = self.other(choice.plan), choice.plan
         without, drafted = (
             choose([each], texts, costs, self.captured, ratios=ratios).tokens_per_second for each in plans
