@@ -54,7 +54,7 @@ from hf_specbranch.kernels.norm import (
 )
 from hf_specbranch.kernels.quantised import QUANTISED_PLANS
 from hf_specbranch.kernels.rotary import Slots, rotary
-from hf_specbranch.kernels.tile_plans import WARPS, WIDEST
+from hf_specbranch.kernels.tile_plans import WARPS, WIDEST, needed
 from hf_specbranch.kernels.width_norm import norm_widths, norm_widths_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.product import Tuned
@@ -317,7 +317,8 @@ def test_shipped_plans_fit():
             assert form in ("dense", copied, four_bits, eight_bits) and rows in ("1 rows", "4 rows")
             pays = min(columns, depth) <= WIDEST or form in ("dense", four_bits)
             by_tiles = plan.spans > 0 and plan.warps in WARPS and pays
-            assert by_tiles or (form != "dense" and plan in (*GEMV_PLANS, *QUANTISED_PLANS))
+            assert by_tiles or (form != "dense" and plan._replace(next=0) in (*GEMV_PLANS, *QUANTISED_PLANS))
+            assert not (by_tiles and plan.stages) or plan.spans >= needed(depth, plan.warps)  # these keep all of x
         else:
             assert rows in ("16", "32") and kind in ("split-k", "whole", "gated")
             assert plan is None or plan in PLANS

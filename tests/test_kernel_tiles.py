@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from hf_specbranch.kernels import tile_plans as tile_plans_module
 from hf_specbranch.kernels.attention import attend_in_splits, attend_reference
-from hf_specbranch.kernels.combine import MOST_FOR_PRODUCT, SplitHeads, combine_reference, combined
+from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
+from hf_specbranch.kernels.combine import MOST_FOR_PRODUCT, Reader, SplitHeads, combine_reference, combined
 from hf_specbranch.kernels.few_rows import combines, few_rows, few_rows_plans
 from hf_specbranch.kernels.gated import gated_reference
 from hf_specbranch.kernels.gemv import GEMV_PLANS
@@ -15,7 +17,15 @@ from hf_specbranch.kernels.packed import Packed
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.kernels.spans import SPANS
-from hf_specbranch.kernels.tile_plans import MOST_ROWS, WIDEST, fits, kernel_takes, tile_plans
+from hf_specbranch.kernels.tile_plans import (
+    MOST_ROWS,
+    WIDEST,
+    fits,
+    kernel_takes,
+    next_start,
+    start_after_attention,
+    tile_plans,
+)
 from hf_specbranch.kernels.tiles import tile_product
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
@@ -230,7 +240,7 @@ def test_tiles_combine_the_splits_of_attention(monkeypatch, heads, shared, size,
     spans = torch.tensor([[[span]]], dtype=SPANS, device=DEVICE)
     sinks = randn(heads, dtype=torch.float16) if seen == "text and sinks" else None
     given = query, key, value, spans, size**-0.5, None, sinks
-    in_splits = attend_in_splits(*given, for_product=True)
+    in_splits = attend_in_splits(*given, reader=Reader(combines=True))
     assert isinstance(in_splits, SplitHeads) and combines(in_splits, weight, plan)
     expected_heads = attend_reference(*given).flatten(2)
     used = splits_used(spans, in_splits)
@@ -277,3 +287,44 @@ def test_splits_that_a_product_leaves_to_the_kernel():
         residual = randn(*x.shape[:2], 24, dtype=torch.float16)
         got = few_rows(x, packed, None, each, residual=residual)
         assert_close(got, few_rows(x.combined(), packed, None, each, residual=residual))
+
+
+@where_triton_runs
+@pytest.mark.parametrize("kind", ["dense", "symmetric", "float8"])
+def test_launch_options_of_a_plan_change_no_bit(kind):
+    torch.manual_seed(0)
+    weight, _ = random_packed(kind, 72, 384, 128, torch.float16, DEVICE)
+    x, residual = randn(1, 384, dtype=torch.float16), randn(1, 72, dtype=torch.float16)
+    for plan in (ONE, *(plan for plan in GEMV_PLANS[:1] if kind != "dense")):
+        usual = few_rows(x, weight, None, plan, residual=residual)
+        for options in ({"next": EARLY}, {"next": LATE}, {"next": AT_END}, {"registers": 128}):
+            assert torch.equal(few_rows(x, weight, None, plan._replace(**options), residual=residual), usual)
+
+
+def test_programs_in_turn_keep_a_whole_row():
+    """A plan with fewer spans would leave the rest of x out."""
+    weight, _ = random_packed("dense", 72, 384, 128, torch.float16, "cpu")
+    assert tile_plans_module.needed(384, TAKEN_IN_TURN.warps) == TAKEN_IN_TURN.spans
+    x = torch.randn(1, 384).half()
+    whole, part = (fits_if_triton_ran(x, weight, TAKEN_IN_TURN._replace(spans=spans)) for spans in (3, 2))
+    assert whole and not part
+
+
+def fits_if_triton_ran(x, weight, plan):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_plans_module, "can_run", lambda *tensors: True)
+        return fits(x, weight, None, plan)
+
+
+def test_when_the_next_kernel_starts():
+    """4 bits in wide layers: at the end of the product that reads the heads. A plan that says so decides."""
+    wide = WIDEST + 128
+    four, dense, narrow = (
+        random_packed(kind, size, 1152, 128, torch.float16, "cpu")[0]
+        for kind, size in (("symmetric", wide), ("dense", wide), ("symmetric", 16))
+    )
+    assert [next_start(four, ONE, reads_heads) for reads_heads in (True, False)] == [AT_END, EARLY]
+    assert next_start(four, ONE._replace(next=LATE), reads_heads=True) == LATE
+    assert {next_start(weight, ONE, reads_heads=True) for weight in (dense, narrow)} == {EARLY}
+    assert [start_after_attention(dense, size) for size in (64, 96)] == [EARLY, AT_END]
+    assert start_after_attention(four, 128) == start_after_attention(narrow, 128) == EARLY

@@ -32,7 +32,7 @@ from .backend import (
     wait_after,
 )
 from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
-from .combine import MOST_FOR_PRODUCT, SplitHeads, combined
+from .combine import COMBINED, MOST_FOR_PRODUCT, Reader, SplitHeads, combined
 from .spans import SPANS, blocks_of_spans, splits_in_use
 
 MOST_QUERIES = 64
@@ -63,7 +63,7 @@ def attend(
         value: [B, Hkv, S, D].
         mask: [B or 1, 1, Q, S], boolean (True: visible) or additive; or spans [B, 1, Q, 4] of int32; None: everything
             is visible. With spans, no key outside of the blocks that they touch is read. Spans are read before the
-            wait for the kernel before, which must be launched `late` if it is one of ours (`dependent_launch`).
+            wait for the kernel before, which must be launched `LATE` if it is one of ours (`dependent_launch`).
         scaling: factor of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: [Hq], an extra score per head that takes weight and adds no value.
@@ -90,11 +90,11 @@ def attend_in_splits(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     blocks: Blocks | None = None,
-    for_product: bool = False,
+    reader: Reader = COMBINED,
 ) -> Tensor | SplitHeads:
     """Compute attention for a reader that can combine splits. See `attend`.
 
-    `for_product`: the reader is a product that combines up to `MOST_FOR_PRODUCT` splits, each program all of them.
+    `reader`: what reads the heads.
 
     Returns:
         [B, Q, Hq * D].
@@ -116,7 +116,7 @@ def attend_in_splits(
         listed, number, block = blocks
         most_blocks, at_a_time = listed.shape[1], PROGRAMS_WITH_MASK
     splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
-    least = LEAST_FOR_PRODUCT if for_product and splits <= MOST_FOR_PRODUCT else LEAST
+    least = LEAST_FOR_PRODUCT if reader.combines and splits <= MOST_FOR_PRODUCT else LEAST
     if splits == 1:  # there is nothing to combine
         results = sums = query.new_empty((rows, queries, 1, heads * size))
     else:
@@ -132,7 +132,7 @@ def attend_in_splits(
         SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, LEAST=least, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
         num_stages=1 if exact else STAGES if by_spans else STAGES_WITH_MASK,
-        **dependent_launch(query.device),
+        **dependent_launch(query.device, reader.next),
     )  # fmt: skip
     if splits == 1:
         return results[:, :, 0]

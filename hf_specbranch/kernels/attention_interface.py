@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from .attention import MOST_QUERIES, attend, attend_in_splits, attend_reference, fits
 from .backend import serves
 from .blocks import Blocks, blocks_in_use
-from .combine import SplitHeads, combined
+from .combine import COMBINED, Reader, SplitHeads, combined
 from .prefill_attention import attend_chunk
 from .spans import SPANS
 
@@ -86,7 +86,7 @@ def attend_by_spans(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
-    for_product: bool = False,
+    reader: Reader = COMBINED,
 ) -> Tensor | SplitHeads:
     """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory.
 
@@ -99,7 +99,7 @@ def attend_by_spans(
         return attend_chunk(query, key, value, spans, scaling, softcap, sinks).flatten(2)
     if serves(query.device) and not fits(query, key, value, spans):
         raise ValueError(f"the kernel cannot take queries {tuple(query.shape)} and values {tuple(value.shape)}")
-    return attend_in_splits(query, key, value, spans, scaling, softcap, sinks, for_product=for_product)
+    return attend_in_splits(query, key, value, spans, scaling, softcap, sinks, reader=reader)
 
 
 _allowed_keys: ContextVar[set[int] | None] = ContextVar("allowed_keys", default=None)  # addresses of their memory

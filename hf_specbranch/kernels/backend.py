@@ -106,11 +106,14 @@ def references_only() -> Iterator[None]:
         _references_only.reset(before)
 
 
-EARLY, LATE, AT_END = 1, 2, 3  # values of PDL; 0: without
+# When the next kernel may start; values of PDL, where 0 stands for a launch without.
+EARLY = 1  # when all programs of this one have started
+LATE = 2  # when all have waited for the kernel before: before it waits, the next one can read what that has written
+AT_END = 3  # when all have ended: the next one is set up before that, but takes no registers from this one
 
 
 @lru_cache
-def dependent_launch(device: torch.device, late: bool = False, at_end: bool = False) -> dict[str, bool | int]:
+def dependent_launch(device: torch.device, next: int = EARLY) -> dict[str, bool | int]:
     """Return the launch options for programmatic dependent launch (PDL), where the GPU has it (compute capability 9).
 
     The next kernel is then set up while this one still runs. A kernel calls `launch_dependents` first, and
@@ -119,19 +122,16 @@ def dependent_launch(device: torch.device, late: bool = False, at_end: bool = Fa
 
     Args:
         device: of the kernel.
-        late: the next kernel may start only after this one has waited. Then it can read, before it waits itself, what
-            all kernels before this one have written.
-        at_end: the next kernel may start only when all programs of this one have ended. It is set up before that, but
-            takes no registers from a kernel that needs those of whole multiprocessors.
+        next: when the next kernel may start: `EARLY`, `LATE` or `AT_END`.
     """
     supported = device.type == "cuda" and triton is not None and _is_from(triton.__version__, 3, 5)
     supported = supported and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": AT_END if at_end else LATE if late else EARLY, "launch_pdl": True} if supported else {"PDL": 0}
+    return {"PDL": next, "launch_pdl": True} if supported else {"PDL": 0}
 
 
 @jit
 def launch_dependents(PDL: constexpr) -> None:
-    """Let the next kernel be set up as soon as all programs of this one have started; if `late`, have waited."""
+    """Let the next kernel be set up as soon as all programs of this one have started; if `LATE`, have waited."""
     if PDL == 1:  # EARLY
         cuda.gdc_launch_dependents()
 

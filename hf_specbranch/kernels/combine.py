@@ -11,11 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import Value, constexpr, dependent_launch, launch_dependents, power_of_two, tl, varying, wait_after
+from .backend import EARLY, Value, constexpr, dependent_launch, launch_dependents, power_of_two, tl, varying, wait_after
 from .spans import blocks_of_spans, splits_in_use
 
 CHUNK = 16  # splits that are combined at a time
 MOST_FOR_PRODUCT = 36  # on an H200 attention over one token has 33 with eight heads of keys, and 64 with four or fewer
+
+
+class Reader(NamedTuple):
+    """What reads the heads of attention."""
+
+    combines: bool = False  # up to `MOST_FOR_PRODUCT` splits, each program all of them
+    next: int = EARLY  # when the kernel after attention may start; see `backend.EARLY`
+
+
+COMBINED = Reader()  # reads heads that a kernel by itself has combined
 
 
 class SplitHeads(NamedTuple):

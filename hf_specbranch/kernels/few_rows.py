@@ -24,6 +24,8 @@ def few_rows(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Compute a product; see `gemv.gemv` and `tiles.tile_product`. Splits are combined if the kernel cannot."""
+    if plan.spans > 0:
+        plan = plan._replace(next=tile_plans.next_start(weight, plan, reads_heads=isinstance(x, SplitHeads)))
     if isinstance(x, SplitHeads) and not combines(x, weight, plan):
         x = x.combined()
     if isinstance(x, SplitHeads) or plan.spans > 0:
@@ -52,6 +54,6 @@ def few_rows_plans(x: Tensor, weight: Packed, bias: Tensor | None) -> list[Plan]
     layers they are only fast among each other, so no product of such a layer takes the other kernel.
     """
     by_tiles = tile_plans.tile_plans(x, weight)
-    if by_tiles and (x.numel() > x.shape[-1] or tile_plans.runs_alone(weight)):
+    if by_tiles and (x.numel() > x.shape[-1] or tile_plans.has_wide_codes(weight)):
         return by_tiles
     return [*by_tiles, *(plan for plan in gemv.GEMV_PLANS if gemv.fits(x, weight, bias, plan))]

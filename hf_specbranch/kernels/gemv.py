@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .backend import (
+    EARLY,
     Value,
     can_run,
     constexpr,
@@ -80,7 +81,7 @@ def gemv(
     _gemv_kernel[(triton.cdiv(columns, plan.strip if gate is None else plan.strip // 2),)](
         *arguments, added, out, columns, added.stride(0),
         RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh", **constants,
-        **dependent_launch(flat.device),
+        **dependent_launch(flat.device, plan.next or EARLY),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import (
+    LATE,
     Value,
     can_run,
     constexpr,
@@ -85,7 +86,7 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     rotated = cos, sin, out, keys, values, places, heads, shared, tokens, *places_of_all
     options = {
         **dict(HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype)),
-        **dependent_launch(x.device, late=True),
+        **dependent_launch(x.device, next=LATE),
     }
     if plan.spans > 0:
         arguments, constants = tile_arguments(flat, x.dtype, weight, plan, norm)

@@ -42,6 +42,8 @@ class Plan(NamedTuple):
     strip: int = STRIP  # rows of W per program; products with quantised weights vary it
     warps: int = 0  # of a program of `gemv.py` or `tiles.py`; 0: of another kernel
     spans: int = 0  # of a row that a warp of `tiles.py` has at a time; 0: of another kernel
+    next: int = 0  # when the next kernel may start, see `backend.EARLY`; 0: as is usual for the kernel
+    registers: int = 0  # that a thread of `tiles.py` may have; 0: as is usual
 
 
 # Over 106 shapes of models from 68M to 70B on an H200, the fastest of these is within 1%, on average, of the fastest

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import (
+    LATE,
     Value,
     constexpr,
     dependent_launch,
@@ -50,7 +51,7 @@ def inner_product(flat: Tensor, terms: LowRank) -> Tensor:
     first = terms.downs[0]
     _inner_kernel[(count, splits, min(rows, _ROWS))](
         flat, *terms.downs, *[first] * (MOST_TERMS - count), inner, rows, rank, depth, flat.stride(0),
-        RANK=padded, BLOCK=block, num_warps=8, **dependent_launch(flat.device, late=True),
+        RANK=padded, BLOCK=block, num_warps=8, **dependent_launch(flat.device, next=LATE),
     )  # fmt: skip
     return inner
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import (
+    LATE,
     Value,
     can_run,
     constexpr,
@@ -111,7 +112,7 @@ def rotary(
         WIDE=norm.form.wide if norm else False, SPLITS=splits, SCATTER=slots is not None, BLOCK=block, REST=rest,
         PARTIAL=size > 2 * half, STEP=step, ANGLE_STEP=angle_step, ONCE=rounds_once(rotation, cos, dtype), num_warps=1,
         enable_fp_fusion=False,  # in float32 too each product is rounded before the sum
-        **dependent_launch(query.device, late=True),
+        **dependent_launch(query.device, next=LATE),
     )  # fmt: skip
     return out, None if slots is not None else keys
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .backend import HALF_PRECISION, can_run, converts_float8, multiplies_tiles, multiprocessors, power_of_two, triton
+from .backend import (
+    AT_END,
+    EARLY,
+    HALF_PRECISION,
+    can_run,
+    converts_float8,
+    multiplies_tiles,
+    multiprocessors,
+    power_of_two,
+    triton,
+)
 from .gemv import aligned
 from .gemv_words import BYTES_PER_LOAD, format_of
 from .linear import Plan
@@ -13,13 +23,13 @@ from .tile_fragments import DEPTH, ROWS_OF_W
 
 MOST_ROWS = 8
 WARPS = (1, 2, 4, 8, 16)
-# The smaller side of a weight, unless its elements have 4 bits. Timed alone, larger products are faster by tiles too.
-# But in their layers they were slower on an H200, by plans chosen alone: one token took 6% longer with Llama-3.2-1B
-# (2,048 wide) and 15% with SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. With
-# Qwen2.5-0.5B (896) they took 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles
-# are faster in wide layers too.
+# The smaller side of a weight, unless its elements have 4 bits. Larger products are faster by tiles too if timed alone,
+# but in their layers they were slower by plans chosen alone: on an H200 one token took 6% longer with Llama-3.2-1B
+# (2,048 wide), 15% with SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. By plans
+# that were chosen in whole passes (`products.json`) both models are faster by tiles. With Qwen2.5-0.5B (896) they took
+# 9% to 20% less time. With 4 bits other kernels are bound by their arithmetic, and tiles are faster in wide layers too.
 WIDEST = 1024
-# For products that run alone: registers that a thread may have, by the warps of a program, so that three programs or
+# With 4 bits in wide layers: registers that a thread may have, by the warps of a program, so that three programs or
 # two run on a multiprocessor at a time; and how many operands it may have then. With more it would keep some in memory.
 MOST_REGISTERS = {4: 160, 8: 128}
 MOST_OPERANDS = 80
@@ -29,7 +39,7 @@ MOST_WORDS, MOST_WORDS_TWICE, MOST_STATES = 112, 64, 64
 
 def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
     """Return the plans that may be the fastest for products with this weight; none if they do not pay in its layers."""
-    if min(weight.shape) > WIDEST and not runs_alone(weight):
+    if min(weight.shape) > WIDEST and not has_wide_codes(weight):
         return []
     (columns, depth), bits = weight.shape, format_of(weight).BITS
     tiles = triton.cdiv(columns, ROWS_OF_W)
@@ -51,24 +61,39 @@ def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
     return [plan for plan in plans if fits(x, weight, None, plan)]
 
 
-def runs_alone(weight: Packed) -> bool:
-    """Return whether the next kernel starts only when a product with this weight has ended: 4 bits in wide layers.
-
-    Its programs fill all multiprocessors. One token of Llama-3.1-8B with 4 bits took 1.93 ms on an H200, and 2.22 ms if
-    the next kernel could start at once. Most likely its programs take registers that some programs of this kernel need,
-    which then run after all others.
-    """
+def has_wide_codes(weight: Packed) -> bool:
+    """Return whether a weight has 4 bits and belongs to a wide layer: programs of its products fill the GPU."""
     return min(weight.shape) > WIDEST and format_of(weight).BITS == 4
+
+
+def next_start(weight: Packed, plan: Plan, reads_heads: bool) -> int:
+    """Return when the kernel after a product may start; see `backend.EARLY`.
+
+    With 4 bits in wide layers, the kernel after the product that reads the heads starts at its end. One token of
+    Llama-3.1-8B took 1.84 ms on an H200 so, 1.98 ms if that held for all products, and 2.29 ms if for none; eight
+    tokens took 3.05 ms so, and 3.16 ms if that held for all.
+    """
+    return plan.next or (AT_END if reads_heads and has_wide_codes(weight) else EARLY)
+
+
+def start_after_attention(weight: Packed, size: int) -> int:
+    """Return when the kernel after attention may start, where a product by tiles reads heads of `size` dimensions.
+
+    One token of SmolLM3-3B (128 dimensions) took 1.86 ms on an H200 if at the end of attention, and 2.26 ms otherwise,
+    Phi-3-mini (96) 2.37 and 3.25 ms; but Llama-3.2-1B (64) 0.80 and 0.74 ms.
+    """
+    wide_and_dense = weight.code == "dense" and min(weight.shape) > WIDEST
+    return AT_END if wide_and_dense and size > 64 else EARLY
 
 
 def combines(weight: Packed, plan: Plan, rows: int) -> bool:
     """Return whether a product combines the splits of its input: by tiles that keep the whole row of x, if it pays.
 
-    On an H200 one token after 300 took 10% less time with Qwen3-0.6B in bfloat16, but a step of an FP8 copy of
-    Qwen2.5-0.5B 5% more. In wider layers more programs would read more splits each.
+    On an H200 one token after 300 took 10% less time with Qwen3-0.6B in bfloat16 and 5% less with Llama-3.2-1B, but a
+    step of an FP8 copy of Qwen2.5-0.5B 5% more.
     """
-    narrow_and_dense = weight.code == "dense" and min(weight.shape) <= WIDEST
-    return narrow_and_dense and plan.spans > 0 and rows == 1 and needed(weight.shape[1], plan.warps) <= plan.spans
+    of_one_row = weight.code == "dense" and plan.spans > 0 and rows == 1
+    return of_one_row and needed(weight.shape[1], plan.warps) <= plan.spans
 
 
 def needed(depth: int, warps: int) -> int:
@@ -76,8 +101,10 @@ def needed(depth: int, warps: int) -> int:
     return -(-depth // (DEPTH * warps))
 
 
-def most_registers(plan: Plan, bits: int, rows: int) -> int | None:
+def most_registers(weight: Packed, plan: Plan, bits: int, rows: int) -> int | None:
     """Return how many registers a thread may have; None: as many as the compiler takes."""
+    if plan.registers or not has_wide_codes(weight):
+        return plan.registers or None
     few = 2 * plan.spans * (bits + rows) <= MOST_OPERANDS
     shared = plan.warps == 8 if plan.stages else few  # programs that take tile after tile should all run at once
     return MOST_REGISTERS.get(plan.warps) if shared else None
@@ -96,6 +123,7 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and x.stride(-1) == 1
         and aligned(x)
         and depth % DEPTH == 0
+        and (not plan.stages or needed(depth, plan.warps) <= plan.spans)  # programs in turn keep all of x
         and kernel_takes(weight)
         and (weight.code != "dense" or weight.data.dtype == x.dtype)
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .backend import (
+    EARLY,
     Value,
     constexpr,
     dependent_launch,
@@ -43,7 +44,7 @@ from .packed import Packed
 from .spans import blocks_of_spans, splits_in_use
 from .tile_fragments import ROWS_OF_W, codes_base
 from .tile_loads import load_edges, load_right, load_rows
-from .tile_plans import most_registers, needed, runs_alone
+from .tile_plans import most_registers, needed
 from .tile_splits import LOADS, combine_right
 from .tile_sums import (
     constants_of_tile,
@@ -90,7 +91,7 @@ def tile_product(
     _tile_kernel[(programs,)](
         *arguments, out if bias is None else bias, added, out, columns, added.stride(0), tiles, *_splits(x, constants),
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh",
-        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, at_end=runs_alone(weight)),
+        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, plan.next or EARLY),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -117,7 +118,7 @@ def kernel_arguments(
         **dict(STEPS=triton.cdiv(needed(depth, plan.warps), plan.spans)),
         **dict(PLAIN=not flat.is_cuda, num_warps=plan.warps),
     }
-    if runs_alone(weight) and (most := most_registers(plan, form.BITS, constants["ROWS"])) is not None:
+    if (most := most_registers(weight, plan, form.BITS, constants["ROWS"])) is not None:
         constants["maxnreg"] = most
     return (words, data, scale, zero, gain, rows, depth, *strides, 0.0 if norm is None else norm.eps), constants
 

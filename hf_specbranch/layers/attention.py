@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention_interface import attend_by_spans, specbranch_attention
-from ..kernels.combine import SplitHeads
+from ..kernels.combine import Reader, SplitHeads
 from ..kernels.gemv_rotary import Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
@@ -92,7 +92,8 @@ class AttentionForward(Replacement):
             if cache is not None:
                 key, value = cache.update(key, value, layer)
         if (around := self.ahead.around) is not None:
-            heads = self._heads_to_add(query, key, value, attention_mask, self.output.combines_splits(hidden_states))
+            reader = self.output.as_reader(hidden_states, self.size)
+            heads = self._heads_to_add(query, key, value, attention_mask, reader)
             return self.output.added(heads, around.residual), None
         out = self._attend(query, key, value, attention_mask)
         product = self.output.split_k if self.ahead.sums_partials else self.output
@@ -105,13 +106,13 @@ class AttentionForward(Replacement):
         return out
 
     def _heads_to_add(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, for_product: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reader: Reader
     ) -> Tensor | SplitHeads:
         """Return the heads [B, Q, Hq * D], under spans in splits."""
         if mask is None or mask.dtype != SPANS:
             return self._attend(query, key, value, mask).flatten(2)
         scaling, softcap, sinks = self.module.scaling, self.softcap, self.sinks
-        return attend_by_spans(query, key, value, mask, scaling, softcap, sinks, for_product)
+        return attend_by_spans(query, key, value, mask, scaling, softcap, sinks, reader)
 
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ..kernels.activation import MlpActivation, activate
 from ..kernels.autotune import Kind, autotune, known_plan
 from ..kernels.autotune_fused import autotune_fused
-from ..kernels.combine import SplitHeads, combined
+from ..kernels.combine import COMBINED, Reader, SplitHeads, combined
 from ..kernels.few_rows import few_rows
 from ..kernels.gated import Activation, gated, gated_product
 from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import Packed
-from ..kernels.tile_plans import combines
+from ..kernels.tile_plans import combines, start_after_attention
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
@@ -141,10 +141,12 @@ class Product:
         found = self.few_rows(x, "normed") if rotary_fits(x, turn) else None
         return None if found is None else rotary_gemv(x, *found, norm, turn)
 
-    def combines_splits(self, x: Tensor) -> bool:
-        """Return whether `added` combines splits in its launch; x: the input, or any tensor of as many rows."""
-        found = self.few_rows(x, "whole")
-        return found is not None and combines(found.weight, found.plan, x.numel() // x.shape[-1])
+    def as_reader(self, x: Tensor, size: int) -> Reader:
+        """Return how `added` reads heads of `size` dimensions; x: the input, or any tensor of as many rows."""
+        if (found := self.few_rows(x, "whole")) is None:
+            return COMBINED
+        rows = x.numel() // x.shape[-1]
+        return Reader(combines(found.weight, found.plan, rows), start_after_attention(found.weight, size))
 
     def added(self, x: Tensor | SplitHeads, residual: Tensor) -> Tensor:
         """Compute residual + product, of heads that may be in splits."""
