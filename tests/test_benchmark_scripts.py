@@ -20,6 +20,7 @@ from .models import prompt
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))
+choose_plans = importlib.import_module("choose_plans")
 cpu_first_calls = importlib.import_module("cpu_first_calls")
 each_kernel = importlib.import_module("each_kernel")
 experts = importlib.import_module("experts")
@@ -54,6 +55,40 @@ def test_experts_are_timed_for_each_number_of_tokens(tmp_path, capsys):
     found = json.loads(file.read_text())
     assert [entry["tokens"] for entry in found] == [1, 6] and found[0]["touched"] == 2 < found[1]["touched"] <= 8
     assert all(entry["us"] > 0 for entry in found) and len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_plans_are_chosen_by_the_time_of_a_pass():
+    """One product after the other, each with its launch, and only where the pass is faster twice."""
+    first, second = "H|bfloat16 dense|1 rows|2048x2048|whole", "H|bfloat16|16|2048x8192|split-k"
+    plans = {first: choose_plans.Plan(1, 0, 16, 8, 2), second: None}
+    wanted = choose_plans.Plan(1, 0, 16, 4, 4, next=choose_plans.LATE)
+    lucky = iter([0.1])
+
+    def seconds():
+        took = 3.0 + (plans[first].warps != 4) + (plans[first].next != choose_plans.LATE) * 0.5
+        if plans[second] == choose_plans.PLANS[-1]:  # fast once, by chance
+            took = next(lucky, took)
+        return took + (plans[second] is not None) * 0.001
+
+    assert choose_plans.search(plans, [first, second], seconds, 60.0) == 3.0
+    assert plans[first]._replace(spans=4) == wanted and plans[second] is None
+    assert choose_plans.search(plans, [first], seconds, 0.0) == 3.0  # no time to try anything
+    rows = [choose_plans.candidates(key) for key in (first, second)]
+    assert all(plan.spans * 128 * plan.warps >= 2048 for plan in rows[0] if plan.stages) and None in rows[1]
+
+
+def test_plans_are_chosen_on_a_gpu_only(capsys):
+    with pytest.raises(SystemExit):
+        choose_plans.main(["--device", "cpu"])
+    assert "on CUDA devices only" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_plans_of_a_small_model_are_chosen(tmp_path):
+    file = tmp_path / "plans.json"
+    choose_plans.main(["--model", "qwen2.5-0.5b", "--seconds", "3", "--json", str(file)])
+    plans = json.loads(file.read_text())
+    assert any("|1 rows|" in key for key in plans) and any("|16|" in key for key in plans)
 
 
 def test_recurrent_model_is_measured_at_a_known_acceptance(tmp_path, capsys):

@@ -46,10 +46,10 @@ def target_pass(
     device runs.
     """
     device, total = model.device, context + queries
-    tokens, columns = _text(model, total)
+    tokens, columns = tokens_and_columns(model, total)
     last = columns[:, context:]  # [1, Q]
     with runner_for(model, "target", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
-        visible = _visible(runner, total, last + 1, (last, last))
+        visible = visible_spans(runner, total, last + 1, (last, last))
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         return median(timed(lambda: runner.forward(tokens[:, context:], last, last, visible), device, repeats))
 
@@ -63,11 +63,11 @@ def draft_step(
     It is the difference between a longer and a shorter stage. Where stages are captured, launching is not part of it.
     """
     device, total = model.device, context + branches
-    tokens, columns = _text(model, total)
+    tokens, columns = tokens_and_columns(model, total)
     last = columns[:, context:]  # [1, K]
     positions = torch.full_like(last, context)
     with runner_for(model, "draft", rows=1, slots=total, runtime=runtime, kernels=kernels) as runner:
-        visible = _visible(runner, total, positions, (last, last + 1))  # the context, and each branch itself
+        visible = visible_spans(runner, total, positions, (last, last + 1))  # the context, and each branch itself
         runner.prefill(tokens[:, :context], columns[:, :context], None)
         buffers = runner.buffers(object())  # a key of its own: these buffers are not shared
 
@@ -83,14 +83,14 @@ def draft_step(
     return (more - fewer) / (STEPS[1] - STEPS[0])
 
 
-def _text(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
+def tokens_and_columns(model: PreTrainedModel, length: int) -> tuple[Tensor, Tensor]:
     """Return random tokens [1, L] and their columns [1, L], which serve as positions and as slots."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     return tokens.to(model.device), torch.arange(length, device=model.device)[None]
 
 
-def _visible(runner: EagerRunner, total: int, end: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+def visible_spans(runner: EagerRunner, total: int, end: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
     """Reserve slots; return what queries [1, Q] see, as the runner takes it: slots before `end`, and the span `own`."""
     shown = runner.bucket(total)
     runner.reserve(1, max(shown, total))

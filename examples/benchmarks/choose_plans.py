@@ -1,0 +1,222 @@
+"""Choose the plans of a model's products by the time of whole passes over one token, one product after the other.
+
+python examples/benchmarks/choose_plans.py --model smollm3-3b --wide --device cuda --dtype bfloat16
+python examples/benchmarks/choose_plans.py --model llama3.1-8b --variant int4 --seconds 300 --json plans.json
+
+What a product takes alone says little of what it takes in a layer, where the next kernel starts before it ends. So each
+plan is tried in a captured pass, together with when the next kernel may start and how many registers a thread may have.
+A plan is taken if the pass is 0.3% faster twice. Entries of the result can be added to `kernels/products.json`. The
+weights are random, so times say nothing about texts. It needs CUDA.
+
+With `--wide`, dense layers more than 1,024 wide also run with norms and sums in their products. Compare the last time
+with that of a run without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from hf_specbranch.bench.limit import copy_bandwidth, token_cost
+from hf_specbranch.bench.random_model import random_model
+from hf_specbranch.bench.shapes import config_of
+from hf_specbranch.bench.timing import timed
+from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
+from hf_specbranch.kernels import autotune
+from hf_specbranch.kernels.autotune import PlanCache, without_versions
+from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
+from hf_specbranch.kernels.gemv import GEMV_PLANS
+from hf_specbranch.kernels.linear import BLOCK, PLANS, Plan
+from hf_specbranch.kernels.tile_fragments import ROWS_OF_W
+from hf_specbranch.kernels.tile_plans import WIDEST, needed
+from hf_specbranch.runtime.selection import runner_for
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pass_time import tokens_and_columns, visible_spans  # noqa: E402
+from variants import VARIANTS  # noqa: E402
+
+FASTER = 0.997  # what a plan must make of the time of a pass, twice: such times scatter by 0.1% to 0.2%
+CONTEXT = 300  # tokens before the pass
+SHORTLIST = 33000  # tokens that a copy of a draft scores
+PROGRAMS, REGISTERS = (2, 3, 4), (96, 128, 168)
+Plans = dict[str, Plan | None]  # by product, as in `products.json`
+
+
+class Recorded(dict[str, Any]):
+    """The shipped plans; notes which products were asked for."""
+
+    def __init__(self, plans: Plans) -> None:
+        super().__init__(plans)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+class Chosen(PlanCache):
+    """Plans that a search changes. Products without one are autotuned alone first; nothing is written to disk."""
+
+    def __init__(self, plans: Plans) -> None:
+        super().__init__(Path(), Path())
+        self.shipped = Recorded(plans)
+
+    def find(self, key: str) -> tuple[bool, Plan | None]:
+        plan = self.shipped.get(name := without_versions(key), ...)
+        return name in self.shipped, None if plan is ... else plan
+
+    def store(self, key: str, plan: Plan | None) -> None:
+        self.shipped[without_versions(key)] = plan
+
+
+def candidates(key: str) -> list[Plan | None]:
+    """Return the plans to try for a product.
+
+    Example:
+        >>> [plan.splits for plan in candidates("GPU|bfloat16|16|64x128|split-k") if plan is not None]
+        [1, 1, 1]
+    """
+    _gpu, kept, rows, shape, kind = key.split("|")
+    _columns, depth = map(int, shape.split("x"))
+    if rows == "16":
+        fitting = [plan for plan in PLANS if depth // BLOCK >= plan.splits and (plan.splits == 1 or kind == "split-k")]
+        return [None, *fitting]
+    by_tiles = []
+    for warps in (2, 4, 8, 16):
+        whole = needed(depth, warps)
+        if whole <= 8:
+            by_tiles += [Plan(1, programs, ROWS_OF_W, warps, whole) for programs in (0, *PROGRAMS)]
+        by_tiles += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in (1, 2, 4) if spans < whole]
+    return [*by_tiles, *(GEMV_PLANS if not kept.endswith(" dense") else ())]
+
+
+def launches(plan: Plan | None) -> list[Plan | None]:
+    """Return a plan with every way to launch it."""
+    if plan is None or plan.warps == 0:
+        return []
+    starts = [plan._replace(next=start) for start in (0, EARLY, LATE, AT_END)]
+    return [*starts, *(plan._replace(registers=most) for most in (0, *REGISTERS) if plan.spans > 0)]
+
+
+def wide_plans(used: Sequence[str]) -> Plans:
+    """Return plans by which wide dense layers compute norms and sums in their products, given what they use without.
+
+    Example:
+        >>> products = ("8192x2048|gated", "2048x4096|split-k", "32000x2048|whole")
+        >>> for name, plan in wide_plans([f"GPU|bfloat16|16|{each}" for each in products]).items():
+        ...     print(name, tuple(plan))
+        GPU|bfloat16 dense|1 rows|8192x2048|normed-gated (1, 0, 16, 8, 2, 0, 0)
+        GPU|bfloat16 dense|1 rows|2048x4096|whole (1, 0, 16, 8, 4, 0, 0)
+    """
+    plans: Plans = {}
+    widths = {name.split("|")[3].split("x")[1] for name in used if name.endswith("|gated")}
+    for name in used:
+        gpu, dtype, rows, shape, kind = name.split("|")
+        columns, depth = shape.split("x")
+        if rows != "16" or kind == "whole" or not widths & {columns, depth} or min(int(columns), int(depth)) <= WIDEST:
+            continue
+        fused = "normed-gated" if kind == "gated" else "whole" if columns in widths else "normed"
+        spans = min(8, needed(int(depth), 8))
+        plans[f"{gpu}|{dtype} dense|1 rows|{shape}|{fused}"] = Plan(1, 0, ROWS_OF_W, 8, spans)
+    return plans
+
+
+def search(plans: Plans, keys: Sequence[str], seconds: Callable[[], float], limit: float) -> float:
+    """Improve plans one product at a time until nothing helps; return the time of a pass.
+
+    Args:
+        plans: changed in place.
+        keys: the products to choose plans for.
+        seconds: measures a pass by the present plans; infinity where it cannot run.
+        limit: the search ends after so many seconds.
+
+    Example:
+        >>> plans = {"GPU|bfloat16|16|64x128|split-k": None}
+        >>> took = {1: 1.0, 0: 2.0}
+        >>> search(plans, list(plans), lambda: took[plans["GPU|bfloat16|16|64x128|split-k"] is not None], 9.0)
+        1.0
+    """
+    ends, best = time.monotonic() + limit, seconds()
+    for _ in range(3):
+        before = best
+        for key in keys:
+            for options in (candidates, lambda key: launches(plans[key])):
+                chosen = plans[key]
+                for plan in options(key):
+                    if plan == chosen or time.monotonic() > ends:
+                        continue
+                    plans[key] = plan
+                    took = seconds()
+                    if took < FASTER * best and (took := max(took, seconds())) < FASTER * best:
+                        best, chosen = took, plan
+                plans[key] = chosen
+        if best == before or time.monotonic() > ends:
+            break
+    return best
+
+
+@torch.no_grad()
+def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, float, Plans]:
+    """Return the seconds of a pass by shipped or autotuned plans, those by the chosen plans, and these."""
+    autotune.plans = chosen = Chosen(autotune.plans.shipped)
+    device, total = model.device, CONTEXT + 1
+    tokens, columns = tokens_and_columns(model, total)
+    last = columns[:, CONTEXT:]
+    with runner_for(model, role, rows=1, slots=total, runtime="graph", kernels=True) as runner:
+        visible = visible_spans(runner, total, last + 1, (last, last))
+        runner.prefill(tokens[:, :CONTEXT], columns[:, :CONTEXT], None)
+
+        def seconds() -> float:
+            runner.drop_graphs()
+            try:
+                return median(timed(lambda: runner.forward(tokens[:, CONTEXT:], last, last, visible), device, 25))
+            except Exception as error:  # a plan that this GPU cannot run
+                print(f"left out: {error}", file=sys.stderr)
+                return float("inf")
+
+        before = seconds()  # autotunes what has no plan
+        if wide:
+            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked)), **chosen.shipped})
+        chosen.shipped.asked.clear()
+        seconds()
+        keys = sorted(key for key in chosen.shipped.asked if key in chosen.shipped and key.split("|")[2] != "32")
+        after = search(chosen.shipped, keys, seconds, limit)
+    return before, after, {key: chosen.shipped[key] for key in keys}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3.1-8b", help="a shape of `bench --families` (default: %(default)s)")
+    kinds = [*VARIANTS, "draft"]
+    parser.add_argument("--variant", default="dense", choices=kinds, help='"draft": an FP8 copy with a shortlist')
+    parser.add_argument("--wide", action="store_true", help="norms and sums in the products of wide dense layers")
+    parser.add_argument("--seconds", type=float, default=120.0, help="end the search after this (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the plans to this file")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: products have plans on CUDA devices only, and here is none")
+    model = random_model(config_of(args.model), device, getattr(torch, args.dtype))
+    model = copy_of(model, DraftForm("float8", SHORTLIST)) if args.variant == "draft" else VARIANTS[args.variant](model)
+    limit = token_cost(model).bytes / copy_bandwidth(device)
+    before, after, plans = choose(model, "draft" if args.variant == "draft" else "target", args.wide, args.seconds)
+    for key, plan in plans.items():
+        print(f"{json.dumps(key)}: {json.dumps(plan)}")
+    for name, took in (("before", before), ("chosen", after)):
+        print(f"{name}: {1000 * took:.4f} ms, {took / limit:.3f} of {1000 * limit:.4f} ms to read the weights")
+    if args.json is not None:
+        args.json.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
