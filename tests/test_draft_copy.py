@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from hf_specbranch import SpecBranchConfig, load_demo_pair, specbranch
 from hf_specbranch.cli import app
+from hf_specbranch.decoding import call_costs
 from hf_specbranch.kernels.linear import Plan
 from hf_specbranch.kernels.quantised import fits, quantised_linear, quantised_reference
 from hf_specbranch.layers.packed_linear import PackedLinear
 from hf_specbranch.layers.quantised_formats import recognise_format
 from hf_specbranch.layers.shortlist import most_frequent, read_tokens
 from hf_specbranch.model_state import every_parameter, state_of, weight_bytes
+from hf_specbranch.planning.costs import StepCosts
 from hf_specbranch.planning.draft_choice import DraftForm
 from hf_specbranch.planning.sizes import size_of
 
@@ -40,7 +42,9 @@ def pair():
 
 
 @pytest.mark.parametrize(("weights", "shortlist", "runtime", "policy"), CASES)
-def test_greedy_text_is_that_of_plain_generate(pair, weights, shortlist, runtime, policy, request):
+def test_greedy_text_is_that_of_plain_generate(pair, weights, shortlist, runtime, policy, request, monkeypatch):
+    # The planner drafts, however fast this machine is.
+    monkeypatch.setattr(call_costs, "predicted_costs", lambda *_: StepCosts(1.0, draft_step=0.01))
     if runtime == "graph":
         request.getfixturevalue("graph_runners")
     compare = Comparison(*pair, new_tokens=12, runtime=runtime, draft_weights=weights, draft_shortlist=shortlist)
@@ -48,7 +52,7 @@ def test_greedy_text_is_that_of_plain_generate(pair, weights, shortlist, runtime
         compare(tokens(9, rows=rows), {"policy": each})
         stats = compare.stats
         assert stats.draft_weights == (weights or "") and stats.draft_shortlist == (24 if shortlist else 0)
-        assert each == "auto" or stats.num_accepted_tokens > 0  # the planner may find that no draft pays
+        assert stats.num_accepted_tokens > 0
 
 
 def test_draft_is_left_as_it_is_and_shares_its_memory(pair):
