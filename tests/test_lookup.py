@@ -181,7 +181,7 @@ def test_a_row_with_another_text_finds_matches_of_the_same_length():
     text = SimpleNamespace(new=[[]], ids=torch.tensor([[3, 4]]), prompt_length=2, row_tokens=lambda: [3, 4])
     lookup = Lookup(text, None, (4,), 12, None, PassTimes(lambda count: 1.0, measures=False), shortest=2)
     row_takeover._take_lookup(lookup, 0, [7, 8, 7])
-    assert lookup.indices[0].match(4).length == 0  # it ends with one token that occurred before
+    assert lookup.rows[0].index.match(4).length == 0  # it ends with one token that occurred before
 
 
 @pytest.mark.parametrize(("threshold", "first"), [(0.02, 4 - 2 * 3), (0.5, 3 - 2 * 2), ("cost", 3 - 2 * 2)])
@@ -351,6 +351,24 @@ def test_confidence_follows_what_was_right():
     cost = {0: 1.0, 4: 1.6}.__getitem__
     assert best_length([confidence.expected(6, 4)], cost, (4,)) == 4
     assert best_length([confidence.expected(3, 4)], cost, (4,)) == 0
+
+
+def followed(text):
+    """A lookup whose prompt is one token, and that has followed a text."""
+    ids = SimpleNamespace(new=[text], ids=torch.tensor([[0]]), prompt_length=1, row_tokens=lambda: [0])
+    lookup = Lookup(ids, None, (4,), 12, None, PassTimes(lambda count: 1.0, measures=False))
+    lookup.follow()
+    return lookup
+
+
+def test_runs_in_the_text_decide_how_far_a_match_is_trusted():
+    """Where a match is right once but not twice, long matches bring little; where a text repeats itself, they do."""
+    copied = [5, 6, 7, 8, 9] * 8
+    apart = [token for n in range(20) for token in (5, 6, 100 + n)]  # 6 follows on 5, and then something new
+    lookups = [followed(text) for text in (copied, apart)]
+    long, short = (lookup.confidence.expected(12, 4) for lookup in lookups)
+    assert long[1] >= short[1] > 0.9 and long[4] > 3.5 and short[4] < 2.6
+    assert followed([5, 6, 7]).confidence.in_runs.seen == MatchConfidence().in_runs.seen  # no match was right
 
 
 # ---- a corpus

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -83,6 +84,17 @@ class PassTimes:
         return self.predicted(count) * (median(measured) if measured else 1.0)
 
 
+@dataclass
+class FollowedRow:
+    """What the host knows about the text of one row."""
+
+    index: TextIndex
+    read: int = 0  # new tokens that the index has
+    match: Match = NO_MATCH  # of the text's end
+    run: int | None = None  # the next token by the match before the last token, where that was right
+    history: list[list[int]] = field(default_factory=list)  # before each new token: by a likely match, or nothing
+
+
 class Lookup:
     """The host's part of lookup: follows the text, and decides how many tokens to propose.
 
@@ -115,14 +127,11 @@ class Lookup:
         self.forced: int | None = None
         self.most = max(lengths)
         self.confidence = MatchConfidence()
-        self.indices: list[TextIndex] = []
-        self.matches: list[Match] = []
-        self.read: list[int] = []  # new tokens of each row that the index has
-        self.history: list[list[list[int]]] = []  # before each new token of a row: what a likely match said, or nothing
+        self.rows: list[FollowedRow] = []
 
     def prepare(self) -> None:
         """Read the prompt, once."""
-        if self.indices:
+        if self.rows:
             return
         text = self.text
         if self.attention is None:
@@ -130,29 +139,31 @@ class Lookup:
         else:
             rows = zip(text.ids[: len(text.new), : text.prompt_length].tolist(), self.attention.tolist())
             prompts = [[token for token, real in zip(*row) if real] for row in rows]
-        for prompt in prompts:
-            self.indices.append(TextIndex(self.longest, self.corpus, self.shortest))
-            self.indices[-1].extend(prompt)
-        self.matches, self.read = [NO_MATCH] * len(self.indices), [0] * len(self.indices)
-        self.history = [[] for _ in self.indices]
+        self.rows = [self.new_row(prompt) for prompt in prompts]
+
+    def new_row(self, prompt: Sequence[int]) -> FollowedRow:
+        """Return a row whose text is a prompt."""
+        row = FollowedRow(TextIndex(self.longest, self.corpus, self.shortest))
+        row.index.extend(prompt)
+        return row
 
     def follow(self) -> None:
         """Take over the tokens that were committed, and find out whether the matches before them were right."""
         self.prepare()
-        for row, index in enumerate(self.indices):
-            new = self.text.new[row][self.read[row] :]
-            if not new:
-                continue
-            match = self.matches[row]
-            for token in new:
-                likely = match.length > 0 and self.confidence.chance(match.length) >= LIKELY
-                self.history[row].append(match.tokens if likely else [])
+        confidence = self.confidence
+        for row, text in zip(self.rows, self.text.new):
+            for token in text[row.read :]:
+                match = row.match
+                row.history.append(match.tokens if match.length and confidence.chance(match.length) >= LIKELY else [])
+                if row.run is not None:
+                    confidence.observe_run(row.run == token)
+                right = match.tokens[:1] == [token]
+                row.run = match.tokens[1] if right and len(match.tokens) > 1 else None
                 if match.length:
-                    self.confidence.observe(match.length, match.tokens[0] == token)
-                index.extend((token,))
-                match = index.match(self.most)
-            self.read[row] += len(new)
-            self.matches[row] = match
+                    confidence.observe(match.length, right)
+                row.index.extend((token,))
+                row.match = row.index.match(self.most)
+            row.read = len(text)
 
     def recorded(self, row: int, count: int) -> tuple[int, ...]:
         """Return how many tokens a lookup would have got right before each of the last `count` tokens of a row.
@@ -160,10 +171,10 @@ class Lookup:
         ABSENT where no match was likely enough; nothing while so many tokens were not followed. See `Agreement`.
         """
         self.follow()
-        history, new = self.history[row][-count:], self.text.new[row]
-        if len(history) < count:
+        followed, new = self.rows[row].history, self.text.new[row]
+        history, first = followed[-count:], len(followed) - count
+        if first < 0:
             return ()
-        first = len(self.history[row]) - count
         return tuple(_agreeing(said, new[first + at :]) if said else ABSENT for at, said in enumerate(history))
 
     def choose(self) -> int:
@@ -175,17 +186,21 @@ class Lookup:
 
     def best(self, lengths: Sequence[int]) -> int:
         """Return which of these numbers of tokens promises most; 0: none."""
-        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
-        if not any(match.length for match in rows):
+        matches = self._matches()
+        if not any(match.length for match in matches):
             return 0
-        expected = [self.confidence.expected(each.length, len(each.tokens) if each.length else 0) for each in rows]
+        expected = [self.confidence.expected(each.length, len(each.tokens)) for each in matches]
         return best_length(expected, self.times.seconds, lengths)
 
     def expected(self, count: int) -> float:
         """Return how many of so many proposed tokens are expected to be accepted, per row."""
-        rows = [match for match, done in zip(self.matches, self.text.done) if not done]
-        expected = (self.confidence.expected(each.length, min(count, len(each.tokens)))[-1] for each in rows)
-        return sum(expected) / max(1, len(rows))
+        matches = self._matches()
+        expected = (self.confidence.expected(each.length, min(count, len(each.tokens)))[-1] for each in matches)
+        return sum(expected) / max(1, len(matches))
+
+    def _matches(self) -> list[Match]:
+        """Return the matches of the rows that go on."""
+        return [row.match for row, done in zip(self.rows, self.text.done) if not done]
 
     def saved_seconds(self, count: int) -> float:
         """Return the time that a round with so many proposed tokens is expected to save per row."""
@@ -246,7 +261,7 @@ class LookupDraft:
         0 in the first round. What would have to be captured and has not paid yet is not proposed.
         """
         lookup, missed = self.lookup, self.buffers.missed
-        if self.buffers.static_shapes and not lookup.indices and lookup.forced is None:
+        if self.buffers.static_shapes and not lookup.rows and lookup.forced is None:
             return 0
         count = lookup.choose()
         if not count or lookup.forced is not None or self._is_ready(count):
@@ -264,7 +279,7 @@ class LookupDraft:
     def at_hand(self) -> int:
         """The tokens to propose without a likely match: those of a captured stage that need not be captured first."""
         count = min(self.lookup.lengths)
-        return count if self.buffers.static_shapes and self.lookup.indices and self._is_ready(count) else 0
+        return count if self.buffers.static_shapes and self.lookup.rows and self._is_ready(count) else 0
 
     def _key(self, count: int) -> Hashable:
         """Return the key of the stage that looks up so many tokens."""
@@ -282,7 +297,7 @@ class LookupDraft:
             self.sent = self.length
             return DraftTokens(self.tokens[count], self.length, memory=self.buffers.serial)
         lookup = self.lookup
-        found = [match.tokens[: min(count, lookup.room(row))] for row, match in enumerate(lookup.matches)]
+        found = [each.match.tokens[: min(count, lookup.room(row))] for row, each in enumerate(lookup.rows)]
         longest = max(map(len, found))
         if not longest:
             return self.propose_nothing()

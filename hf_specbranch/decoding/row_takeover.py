@@ -22,7 +22,6 @@ from .resolve import NONE, Feedback, RowResult
 from .several_sources import LookupBesideDraft
 from .stepwise_drafter import StepwiseDrafter
 from .text import Text
-from .text_index import NO_MATCH, TextIndex
 
 NOBODY = (0,)  # the text of a row that nobody uses
 
@@ -78,9 +77,7 @@ def _take_draft(source: DraftSource, row: int, tokens: Sequence[int]) -> None:
 
 def _take_lookup(lookup: Lookup, row: int, tokens: Sequence[int]) -> None:
     lookup.prepare()
-    index = TextIndex(lookup.longest, lookup.corpus, lookup.shortest)
-    index.extend(tokens)
-    lookup.indices[row], lookup.matches[row], lookup.read[row], lookup.history[row] = index, NO_MATCH, 0, []
+    lookup.rows[row] = lookup.new_row(tokens)
 
 
 def copy_row(source: EagerRunner, source_row: int, runner: EagerRunner, row: int, rows: int, length: int) -> None:

@@ -18,7 +18,8 @@ LONGEST = 12  # tokens of a match that are compared; longer matches are hardly m
 # observations that counts for.
 PRIOR = (0.0, 0.2, 0.3, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94)
 PRIOR_WEIGHT = 6.0
-MEMORY = 64.0  # observations of one length; older ones count less
+RUN, RUN_WEIGHT = 0.8, 5.0  # the same for the token after one that a match had right, whatever its length
+MEMORY = 64.0  # observations of one kind; older ones count less
 
 
 class Match(NamedTuple):
@@ -97,8 +98,33 @@ class TextIndex:
         return Match(best, [tokens[place + i % period] for i in range(count)])
 
 
+class Share:
+    """The share of observations that were right; old ones count less.
+
+    Args:
+        right: how many were right, before anything was seen.
+        seen: of how many.
+    """
+
+    def __init__(self, right: float, seen: float) -> None:
+        self.right, self.seen = right, seen
+
+    def count(self, right: bool) -> None:
+        if self.seen >= MEMORY:
+            self.right, self.seen = self.right / 2, self.seen / 2
+        self.right += right
+        self.seen += 1
+
+    @property
+    def chance(self) -> float:
+        return self.right / self.seen
+
+
 class MatchConfidence:
-    """How often the token after a match was right, by the length of the match.
+    """How often the token after a match was right, by the length of the match, and how often the one after that.
+
+    Long matches are reliable in texts that copy, but not where numbers repeat by chance. The second count shows that
+    soon: how long runs of right tokens are in this text.
 
     Example:
         >>> confidence = MatchConfidence()
@@ -110,30 +136,31 @@ class MatchConfidence:
     """
 
     def __init__(self) -> None:
-        self.right = [PRIOR_WEIGHT * chance for chance in PRIOR]
-        self.seen = [PRIOR_WEIGHT] * len(PRIOR)
+        self.by_length = [Share(PRIOR_WEIGHT * chance, PRIOR_WEIGHT) for chance in PRIOR]
+        self.in_runs = Share(RUN_WEIGHT * RUN, RUN_WEIGHT)
 
     def observe(self, length: int, right: bool) -> None:
         """Count a match of this length."""
-        at = min(length, LONGEST)
-        if self.seen[at] >= MEMORY:
-            self.right[at], self.seen[at] = self.right[at] / 2, self.seen[at] / 2
-        self.right[at] += right
-        self.seen[at] += 1
+        self.by_length[min(length, LONGEST)].count(right)
+
+    def observe_run(self, right: bool) -> None:
+        """Count a token after one that a match had right."""
+        self.in_runs.count(right)
 
     def chance(self, length: int) -> float:
         """Return how likely the token after a match of this length is right."""
-        at = min(length, LONGEST)
-        return self.right[at] / self.seen[at]
+        return self.by_length[min(length, LONGEST)].chance
 
     def expected(self, length: int, count: int) -> list[float]:
         """Return how many of the first 0, 1, ... `count` tokens after a match are expected to be accepted.
 
-        Each token that is right makes the match longer by one.
+        Each token that is right makes the match longer by one. Whether the next one is right too is said by the length
+        of the match and by runs in the text, which count the same.
         """
-        total, reached, expected = 0.0, 1.0, [0.0]
+        total, reached, expected, in_runs = 0.0, 1.0, [0.0], self.in_runs.chance
         for further in range(count):
-            reached *= self.chance(length + further)
+            chance = self.chance(length + further)
+            reached *= chance if further == 0 else (chance + in_runs) / 2
             total += reached
             expected.append(total)
         return expected
