@@ -83,6 +83,13 @@ def test_plans_are_chosen_on_a_gpu_only(capsys):
     assert "on CUDA devices only" in capsys.readouterr().err
 
 
+def test_a_model_without_plans_is_timed_all_the_same(target, graph_runners, monkeypatch):
+    """As on a CPU, where no product has a plan."""
+    monkeypatch.setattr(choose_plans.autotune, "plans", shipped := choose_plans.autotune.plans)
+    before, after, plans = choose_plans.choose(target, "target", wide=True, limit=1.0)
+    assert before > 0 < after and plans == {} and choose_plans.autotune.plans is not shipped
+
+
 @pytest.mark.gpu
 def test_plans_of_a_small_model_are_chosen(tmp_path):
     file = tmp_path / "plans.json"
