@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_specbranch.kernels import attention, tiles
 from hf_specbranch.kernels import tile_plans as tile_plans_module
 from hf_specbranch.kernels.attention import attend_in_splits, attend_reference
 from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
@@ -299,6 +300,26 @@ def test_launch_options_of_a_plan_change_no_bit(kind):
         usual = few_rows(x, weight, None, plan, residual=residual)
         for options in ({"next": EARLY}, {"next": LATE}, {"next": AT_END}, {"registers": 128}):
             assert torch.equal(few_rows(x, weight, None, plan._replace(**options), residual=residual), usual)
+
+
+@where_triton_runs
+def test_kernels_are_launched_as_plans_and_readers_say(monkeypatch):
+    """With 4 bits in wide layers the product that reads splits of heads runs alone; a reader holds attention back."""
+    torch.manual_seed(0)
+    launched, usual = [], tiles.dependent_launch
+    for module in (attention, tiles):
+        monkeypatch.setattr(module, "dependent_launch", lambda *given: (launched.append(given[1]), usual(*given))[1])
+    monkeypatch.setattr(tile_plans_module, "WIDEST", 64)
+    plan, (weight, _) = Plan(1, 0, 16, 1, 1), random_packed("symmetric", 72, 128, 128, torch.float16, DEVICE)
+    spans = torch.tensor([[[[0, 90, 0, 0]]]], dtype=SPANS, device=DEVICE)
+    query, key = randn(1, 2, 1, 64, dtype=torch.float16), randn(1, 2, 100, 64, dtype=torch.float16)
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 16)
+    for reader in (Reader(), Reader(next=AT_END)):
+        heads = attend_in_splits(query, key, key, spans, 0.125, reader=reader)
+        few_rows(heads, weight, None, plan)
+        few_rows(combined(heads), weight, None, plan)
+        few_rows(combined(heads), weight, None, plan._replace(next=LATE))
+    assert launched == [EARLY, AT_END, EARLY, LATE, AT_END, AT_END, EARLY, LATE]
 
 
 def test_programs_in_turn_keep_a_whole_row():
