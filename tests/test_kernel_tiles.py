@@ -23,8 +23,6 @@ from hf_specbranch.kernels.tile_plans import (
     WIDEST,
     fits,
     kernel_takes,
-    next_start,
-    start_after_attention,
     tile_plans,
 )
 from hf_specbranch.kernels.tiles import tile_product
@@ -303,23 +301,52 @@ def test_launch_options_of_a_plan_change_no_bit(kind):
 
 
 @where_triton_runs
-def test_kernels_are_launched_as_plans_and_readers_say(monkeypatch):
-    """With 4 bits in wide layers the product that reads splits of heads runs alone; a reader holds attention back."""
+def test_products_are_launched_as_plans_say(monkeypatch):
+    """Without a plan that says so, the kernel after a product of 4 bits waits if attention took the L1 cache."""
     torch.manual_seed(0)
     launched, usual = [], tiles.dependent_launch
-    for module in (attention, tiles):
-        monkeypatch.setattr(module, "dependent_launch", lambda *given: (launched.append(given[1]), usual(*given))[1])
-    monkeypatch.setattr(tile_plans_module, "WIDEST", 64)
+    monkeypatch.setattr(tiles, "dependent_launch", lambda *given: (launched.append(given[1]), usual(*given))[1])
     plan, (weight, _) = Plan(1, 0, 16, 1, 1), random_packed("symmetric", 72, 128, 128, torch.float16, DEVICE)
+    x = randn(1, 128, dtype=torch.float16)
+    for next in (0, EARLY, LATE, AT_END):
+        few_rows(x, weight, None, plan._replace(next=next))
+    assert launched == [EARLY, EARLY, LATE, AT_END]
+    launched.clear()
+    monkeypatch.setattr(tile_plans_module, "WIDEST", 64)
     spans = torch.tensor([[[[0, 90, 0, 0]]]], dtype=SPANS, device=DEVICE)
     query, key = randn(1, 2, 1, 64, dtype=torch.float16), randn(1, 2, 100, 64, dtype=torch.float16)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 16)
-    for reader in (Reader(), Reader(next=AT_END)):
-        heads = attend_in_splits(query, key, key, spans, 0.125, reader=reader)
-        few_rows(heads, weight, None, plan)
-        few_rows(combined(heads), weight, None, plan)
-        few_rows(combined(heads), weight, None, plan._replace(next=LATE))
-    assert launched == [EARLY, AT_END, EARLY, LATE, AT_END, AT_END, EARLY, LATE]
+    heads = attend_in_splits(query, key, key, spans, 0.125, reader=Reader(needs_l1=True))
+    assert isinstance(heads, SplitHeads) and heads.takes_l1
+    for takes_l1 in (True, False):
+        few_rows(heads._replace(takes_l1=takes_l1), weight, None, plan)
+        few_rows(heads._replace(takes_l1=takes_l1), weight, None, plan._replace(next=LATE))
+    few_rows(combined(heads), weight, None, plan)
+    assert launched == [AT_END, LATE, EARLY, LATE, EARLY]
+
+
+@where_triton_runs
+@pytest.mark.parametrize(("size", "stages"), [(64, 3), (96, 2), (128, 2), (256, 3)])
+def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypatch, size, stages):
+    """With three stages it would take over 48 KiB of shared memory. Small heads take less, large ones need them."""
+    torch.manual_seed(0)
+    taken, kernel = [], attention._split_kernel
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *given, **options: (taken.append(options["num_stages"]), kernel[grid](*given, **options))[1]
+
+    monkeypatch.setattr(attention, "_split_kernel", Recorded())
+    spans = torch.tensor([[[[0, 90, 0, 0]]]], dtype=SPANS, device=DEVICE)
+    query, key = randn(1, 2, 1, size, dtype=torch.float16), randn(1, 1, 100, size, dtype=torch.float16)
+    usual, in_splits = (
+        attend_in_splits(query, key, key, spans, 0.125, reader=reader)
+        for reader in (Reader(), Reader(combines=True, needs_l1=True))
+    )
+    assert_close(combined(in_splits), combined(usual))
+    assert taken == [3, stages]
+    assert usual.sums.shape[3] == attention.MOST_SPLITS and in_splits.sums.shape[3] == MOST_FOR_PRODUCT
 
 
 def test_programs_in_turn_keep_a_whole_row():
@@ -335,17 +362,3 @@ def fits_if_triton_ran(x, weight, plan):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_plans_module, "can_run", lambda *tensors: True)
         return fits(x, weight, None, plan)
-
-
-def test_when_the_next_kernel_starts():
-    """4 bits in wide layers: at the end of the product that reads the heads. A plan that says so decides."""
-    wide = WIDEST + 128
-    four, dense, narrow = (
-        random_packed(kind, size, 1152, 128, torch.float16, "cpu")[0]
-        for kind, size in (("symmetric", wide), ("dense", wide), ("symmetric", 16))
-    )
-    assert [next_start(four, ONE, reads_heads) for reads_heads in (True, False)] == [AT_END, EARLY]
-    assert next_start(four, ONE._replace(next=LATE), reads_heads=True) == LATE
-    assert {next_start(weight, ONE, reads_heads=True) for weight in (dense, narrow)} == {EARLY}
-    assert [start_after_attention(dense, size) for size in (64, 96)] == [EARLY, AT_END]
-    assert start_after_attention(four, 128) == start_after_attention(narrow, 128) == EARLY

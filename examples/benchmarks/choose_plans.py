@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +37,7 @@ from hf_specbranch.kernels.autotune import PlanCache, without_versions
 from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
 from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import BLOCK, PLANS, Plan
+from hf_specbranch.kernels.parallel_build import ABOUT_NOISE, ParallelBuilder, dry_run
 from hf_specbranch.kernels.tile_fragments import ROWS_OF_W
 from hf_specbranch.kernels.tile_plans import WIDEST, needed
 from hf_specbranch.runtime.selection import runner_for
@@ -129,7 +132,13 @@ def wide_plans(used: Sequence[str]) -> Plans:
     return plans
 
 
-def search(plans: Plans, keys: Sequence[str], seconds: Callable[[], float], limit: float) -> float:
+def search(
+    plans: Plans,
+    keys: Sequence[str],
+    seconds: Callable[[], float],
+    limit: float,
+    build: Callable[[str, Sequence[Plan | None]], object] = lambda key, options: None,
+) -> float:
     """Improve plans one product at a time until nothing helps; return the time of a pass.
 
     Args:
@@ -137,6 +146,7 @@ def search(plans: Plans, keys: Sequence[str], seconds: Callable[[], float], limi
         keys: the products to choose plans for.
         seconds: measures a pass by the present plans; infinity where it cannot run.
         limit: the search ends after so many seconds.
+        build: builds the kernels for the plans of a product, before they are measured.
 
     Example:
         >>> plans = {"GPU|bfloat16|16|64x128|split-k": None}
@@ -149,7 +159,11 @@ def search(plans: Plans, keys: Sequence[str], seconds: Callable[[], float], limi
         before = best
         for key in keys:
             for options in (candidates, lambda key: launches(plans[key])):
+                if time.monotonic() > ends:
+                    break
                 chosen = plans[key]
+                build(key, options(key))
+                plans[key] = chosen
                 for plan in options(key):
                     if plan == chosen or time.monotonic() > ends:
                         continue
@@ -182,13 +196,24 @@ def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, floa
                 print(f"left out: {error}", file=sys.stderr)
                 return float("inf")
 
+        def build(key: str, options: Sequence[Plan | None]) -> None:
+            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+                builder = ParallelBuilder(pool, device, detects=False)
+                for plan in options:
+                    chosen.shipped[key] = plan
+                    try:
+                        with dry_run(builder):
+                            runner.forward_uncaptured(tokens[:, CONTEXT:], last, last, visible)
+                    except ABOUT_NOISE as error:  # `seconds` leaves such a plan out
+                        print(f"not built: {error}", file=sys.stderr)
+
         before = seconds()  # autotunes what has no plan
         if wide:
             chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked)), **chosen.shipped})
         chosen.shipped.asked.clear()
         seconds()
         keys = sorted(key for key in chosen.shipped.asked if key in chosen.shipped and key.split("|")[2] != "32")
-        after = search(chosen.shipped, keys, seconds, limit)
+        after = search(chosen.shipped, keys, seconds, limit, build)
     return before, after, {key: chosen.shipped[key] for key in keys}
 
 

@@ -11,18 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import EARLY, Value, constexpr, dependent_launch, launch_dependents, power_of_two, tl, varying, wait_after
+from .backend import Value, constexpr, dependent_launch, launch_dependents, power_of_two, tl, varying, wait_after
 from .spans import blocks_of_spans, splits_in_use
 
 CHUNK = 16  # splits that are combined at a time
-MOST_FOR_PRODUCT = 36  # on an H200 attention over one token has 33 with eight heads of keys, and 64 with four or fewer
+MOST_FOR_PRODUCT = 32  # splits: each program of a product loads all of them
 
 
 class Reader(NamedTuple):
     """What reads the heads of attention."""
 
     combines: bool = False  # up to `MOST_FOR_PRODUCT` splits, each program all of them
-    next: int = EARLY  # when the kernel after attention may start; see `backend.EARLY`
+    needs_l1: bool = False  # its weights come through the L1 cache, beside attention that still runs
 
 
 COMBINED = Reader()  # reads heads that a kernel by itself has combined
@@ -40,6 +40,7 @@ class SplitHeads(NamedTuple):
     block: int  # keys in a block
     least: int  # blocks of a split; see `splits_in_use`
     dtype: torch.dtype  # of the heads
+    takes_l1: bool = False  # as much shared memory as it likes; see `Reader.needs_l1`
 
     @property
     def shape(self) -> torch.Size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import gemv, tile_plans, tile_splits, tiles
+from .backend import AT_END
 from .combine import MOST_FOR_PRODUCT, SplitHeads
 from .gated import Activation
 from .linear import Plan
@@ -24,8 +25,8 @@ def few_rows(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Compute a product; see `gemv.gemv` and `tiles.tile_product`. Splits are combined if the kernel cannot."""
-    if plan.spans > 0:
-        plan = plan._replace(next=tile_plans.next_start(weight, plan, reads_heads=isinstance(x, SplitHeads)))
+    if isinstance(x, SplitHeads) and tile_plans.holds_next_back(weight, x.takes_l1):
+        plan = plan._replace(next=plan.next or AT_END)
     if isinstance(x, SplitHeads) and not combines(x, weight, plan):
         x = x.combined()
     if isinstance(x, SplitHeads) or plan.spans > 0:

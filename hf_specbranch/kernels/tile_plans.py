@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from .backend import (
-    AT_END,
-    EARLY,
     HALF_PRECISION,
     can_run,
     converts_float8,
@@ -66,24 +64,13 @@ def has_wide_codes(weight: Packed) -> bool:
     return min(weight.shape) > WIDEST and format_of(weight).BITS == 4
 
 
-def next_start(weight: Packed, plan: Plan, reads_heads: bool) -> int:
-    """Return when the kernel after a product may start; see `backend.EARLY`.
+def holds_next_back(weight: Packed, takes_l1: bool) -> bool:
+    """Return whether the kernel after a product that reads heads starts at its end, where attention `takes_l1`.
 
-    With 4 bits in wide layers, the kernel after the product that reads the heads starts at its end. One token of
-    Llama-3.1-8B took 1.84 ms on an H200 so, 1.98 ms if that held for all products, and 2.29 ms if for none; eight
-    tokens took 3.05 ms so, and 3.16 ms if that held for all.
+    That is so with 4 bits in wide layers. On an H200 eight tokens of Llama-3.1-8B took 3.05 ms so, 3.50 ms otherwise.
+    With one token, where attention leaves the L1 cache to the products, it was 1.76 ms so and 1.72 ms otherwise.
     """
-    return plan.next or (AT_END if reads_heads and has_wide_codes(weight) else EARLY)
-
-
-def start_after_attention(weight: Packed, size: int) -> int:
-    """Return when the kernel after attention may start, where a product by tiles reads heads of `size` dimensions.
-
-    One token of SmolLM3-3B (128 dimensions) took 1.86 ms on an H200 if at the end of attention, and 2.26 ms otherwise,
-    Phi-3-mini (96) 2.37 and 3.25 ms; but Llama-3.2-1B (64) 0.80 and 0.74 ms.
-    """
-    wide_and_dense = weight.code == "dense" and min(weight.shape) > WIDEST
-    return AT_END if wide_and_dense and size > 64 else EARLY
+    return takes_l1 and has_wide_codes(weight)
 
 
 def combines(weight: Packed, plan: Plan, rows: int) -> bool:

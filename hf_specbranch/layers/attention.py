@@ -92,7 +92,7 @@ class AttentionForward(Replacement):
             if cache is not None:
                 key, value = cache.update(key, value, layer)
         if (around := self.ahead.around) is not None:
-            reader = self.output.as_reader(hidden_states, self.size)
+            reader = self.output.as_reader(hidden_states)
             heads = self._heads_to_add(query, key, value, attention_mask, reader)
             return self.output.added(heads, around.residual), None
         out = self._attend(query, key, value, attention_mask)

@@ -19,7 +19,7 @@ from ..kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import Packed
-from ..kernels.tile_plans import combines, start_after_attention
+from ..kernels.tile_plans import combines
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
 
@@ -141,12 +141,12 @@ class Product:
         found = self.few_rows(x, "normed") if rotary_fits(x, turn) else None
         return None if found is None else rotary_gemv(x, *found, norm, turn)
 
-    def as_reader(self, x: Tensor, size: int) -> Reader:
-        """Return how `added` reads heads of `size` dimensions; x: the input, or any tensor of as many rows."""
+    def as_reader(self, x: Tensor) -> Reader:
+        """Return how `added` reads the heads of attention; x: the input, or any tensor of as many rows."""
         if (found := self.few_rows(x, "whole")) is None:
             return COMBINED
         rows = x.numel() // x.shape[-1]
-        return Reader(combines(found.weight, found.plan, rows), start_after_attention(found.weight, size))
+        return Reader(combines(found.weight, found.plan, rows), needs_l1=found.plan.spans > 0)
 
     def added(self, x: Tensor | SplitHeads, residual: Tensor) -> Tensor:
         """Compute residual + product, of heads that may be in splits."""
