@@ -302,7 +302,7 @@ def test_launch_options_of_a_plan_change_no_bit(kind):
 
 @where_triton_runs
 def test_products_are_launched_as_plans_say(monkeypatch):
-    """Without a plan that says so, the kernel after a product of 4 bits waits if attention took the L1 cache."""
+    """Without a plan that says so, the kernel after a product of 4 bits waits unless attention left the L1 cache."""
     torch.manual_seed(0)
     launched, usual = [], tiles.dependent_launch
     monkeypatch.setattr(tiles, "dependent_launch", lambda *given: (launched.append(given[1]), usual(*given))[1])
@@ -317,10 +317,10 @@ def test_products_are_launched_as_plans_say(monkeypatch):
     query, key = randn(1, 2, 1, 64, dtype=torch.float16), randn(1, 2, 100, 64, dtype=torch.float16)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 16)
     heads = attend_in_splits(query, key, key, spans, 0.125, reader=Reader(needs_l1=True))
-    assert isinstance(heads, SplitHeads) and heads.takes_l1
-    for takes_l1 in (True, False):
-        few_rows(heads._replace(takes_l1=takes_l1), weight, None, plan)
-        few_rows(heads._replace(takes_l1=takes_l1), weight, None, plan._replace(next=LATE))
+    assert isinstance(heads, SplitHeads) and not heads.leaves_l1
+    for leaves_l1 in (False, True):
+        few_rows(heads._replace(leaves_l1=leaves_l1), weight, None, plan)
+        few_rows(heads._replace(leaves_l1=leaves_l1), weight, None, plan._replace(next=LATE))
     few_rows(combined(heads), weight, None, plan)
     assert launched == [AT_END, LATE, EARLY, LATE, EARLY]
 
@@ -330,12 +330,16 @@ def test_products_are_launched_as_plans_say(monkeypatch):
 def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypatch, size, stages):
     """With three stages it would take over 48 KiB of shared memory. Small heads take less, large ones need them."""
     torch.manual_seed(0)
-    taken, kernel = [], attention._split_kernel
+    taken, built, kernel = [], [], attention._split_kernel
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
 
     class Recorded:
         def __getitem__(self, grid):
-            return lambda *given, **options: (taken.append(options["num_stages"]), kernel[grid](*given, **options))[1]
+            def launch(*given, **options):
+                taken.append(options["num_stages"])
+                built.append(kernel.jitted[grid](*given, **options))
+
+            return launch
 
     monkeypatch.setattr(attention, "_split_kernel", Recorded())
     spans = torch.tensor([[[[0, 90, 0, 0]]]], dtype=SPANS, device=DEVICE)
@@ -346,6 +350,8 @@ def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypat
     )
     assert_close(combined(in_splits), combined(usual))
     assert taken == [3, stages]
+    if DEVICE == "cuda":
+        assert (built[1].metadata.shared <= 48 << 10) == (size <= 128)
     assert usual.sums.shape[3] == attention.MOST_SPLITS and in_splits.sums.shape[3] == MOST_FOR_PRODUCT
 
 

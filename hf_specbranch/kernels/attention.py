@@ -121,6 +121,7 @@ def attend_in_splits(
         most_blocks, at_a_time = listed.shape[1], PROGRAMS_WITH_MASK
     splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
     splits, least = (min(splits, MOST_FOR_PRODUCT), LEAST_FOR_PRODUCT) if reader.combines else (splits, LEAST)
+    # Two stages for more queries would fit too (44 KiB), but were not compared.
     leaves_l1 = reader.needs_l1 and SMALL_HEAD < size <= 2 * SMALL_HEAD and tile <= 16
     stages = STAGES_BESIDE_PRODUCT if leaves_l1 else STAGES
     if splits == 1:  # there is nothing to combine
@@ -142,7 +143,7 @@ def attend_in_splits(
     )  # fmt: skip
     if splits == 1:
         return results[:, :, 0]
-    return SplitHeads(results, sums, seen if by_spans else None, block, least, query.dtype, not leaves_l1)
+    return SplitHeads(results, sums, seen if by_spans else None, block, least, query.dtype, leaves_l1)
 
 
 def attend_reference(

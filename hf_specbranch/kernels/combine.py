@@ -40,7 +40,7 @@ class SplitHeads(NamedTuple):
     block: int  # keys in a block
     least: int  # blocks of a split; see `splits_in_use`
     dtype: torch.dtype  # of the heads
-    takes_l1: bool = False  # as much shared memory as it likes; see `Reader.needs_l1`
+    leaves_l1: bool = False  # attention has left the L1 cache to a product that needs it
 
     @property
     def shape(self) -> torch.Size:

@@ -25,7 +25,7 @@ def few_rows(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Compute a product; see `gemv.gemv` and `tiles.tile_product`. Splits are combined if the kernel cannot."""
-    if isinstance(x, SplitHeads) and tile_plans.holds_next_back(weight, x.takes_l1):
+    if isinstance(x, SplitHeads) and tile_plans.holds_next_back(weight, x.leaves_l1):
         plan = plan._replace(next=plan.next or AT_END)
     if isinstance(x, SplitHeads) and not combines(x, weight, plan):
         x = x.combined()

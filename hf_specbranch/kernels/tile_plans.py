@@ -64,13 +64,14 @@ def has_wide_codes(weight: Packed) -> bool:
     return min(weight.shape) > WIDEST and format_of(weight).BITS == 4
 
 
-def holds_next_back(weight: Packed, takes_l1: bool) -> bool:
-    """Return whether the kernel after a product that reads heads starts at its end, where attention `takes_l1`.
+def holds_next_back(weight: Packed, leaves_l1: bool) -> bool:
+    """Return whether the kernel after a product that reads heads starts at its end, unless the plan says otherwise.
 
-    That is so with 4 bits in wide layers. On an H200 eight tokens of Llama-3.1-8B took 3.05 ms so, 3.50 ms otherwise.
-    With one token, where attention leaves the L1 cache to the products, it was 1.76 ms so and 1.72 ms otherwise.
+    That is so with 4 bits in wide layers, unless attention `leaves_l1`. On an H200 one token of Llama-3.1-8B took 1.84
+    ms so, 1.98 ms if that held for all products, and 2.29 ms if for none; eight tokens 3.05 ms so, and 3.16 ms if that
+    held for all. Where attention leaves the L1 cache to the products, one token takes 1.71 ms, and 1.76 ms so.
     """
-    return takes_l1 and has_wide_codes(weight)
+    return has_wide_codes(weight) and not leaves_l1
 
 
 def combines(weight: Packed, plan: Plan, rows: int) -> bool:
