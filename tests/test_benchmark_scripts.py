@@ -70,7 +70,10 @@ def test_plans_are_chosen_by_the_time_of_a_pass():
             took = next(lucky, took)
         return took + (plans[second] is not None) * 0.001
 
-    assert choose_plans.search(plans, [first, second], seconds, 60.0) == 3.0
+    built = []
+    assert choose_plans.search(plans, [first, second], seconds, 60.0, lambda *given: built.append(given)) == 3.0
+    assert built[0] == (first, choose_plans.candidates(first)) and {key for key, _ in built} == {first, second}
+    assert (first, choose_plans.launches(plans[first]._replace(next=0))) in built
     assert plans[first]._replace(spans=4) == wanted and plans[second] is None
     assert choose_plans.search(plans, [first], seconds, 0.0) == 3.0  # no time to try anything
     rows = [choose_plans.candidates(key) for key in (first, second)]

@@ -14,7 +14,7 @@ from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from hf_specbranch.kernels.linear import PLANS, Plan
 from hf_specbranch.kernels.norm import GEMMA, PLAIN, Norm, norm_reference
-from hf_specbranch.kernels.packed import Packed
+from hf_specbranch.kernels.packed import Packed, dense
 from hf_specbranch.kernels.quantised import quantised_reference
 from hf_specbranch.kernels.rotary import Slots, rotary
 from hf_specbranch.kernels.spans import SPANS
@@ -26,6 +26,8 @@ from hf_specbranch.kernels.tile_plans import (
     tile_plans,
 )
 from hf_specbranch.kernels.tiles import tile_product
+from hf_specbranch.layers.product import FewRows, Tuned
+from hf_specbranch.layers.products import PlainProduct
 from hf_specbranch.layers.quantised import Operands, candidate_plans
 
 from .kernels import DEVICE, assert_close, randn, where_triton_runs
@@ -353,6 +355,18 @@ def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypat
     if DEVICE == "cuda":
         assert (built[1].metadata.shared <= 48 << 10) == (size <= 128)
     assert usual.sums.shape[3] == attention.MOST_SPLITS and in_splits.sums.shape[3] == MOST_FOR_PRODUCT
+
+
+def test_products_by_tiles_need_l1(monkeypatch):
+    monkeypatch.setattr(tile_plans_module, "can_run", lambda *tensors: True)
+    product, x = PlainProduct([torch.nn.Linear(384, 72, bias=False).half()], Tuned()), torch.randn(1, 2, 384).half()
+    assert product.as_reader(x) == Reader()  # without a plan
+    monkeypatch.setattr(Tuned, "fused", lambda *given: ONE)
+    assert product.as_reader(x) == Reader(combines=False, needs_l1=True)
+    assert product.as_reader(x[:, :1]) == Reader(combines=True, needs_l1=True)
+    one_launch = FewRows(dense(product.layers[0].weight), None, GEMV_PLANS[0])  # by the other kernel
+    monkeypatch.setattr(product, "few_rows", lambda *given: one_launch)
+    assert product.as_reader(x[:, :1]) == Reader()
 
 
 def test_programs_in_turn_keep_a_whole_row():

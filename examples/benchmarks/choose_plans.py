@@ -163,7 +163,6 @@ def search(
                     break
                 chosen = plans[key]
                 build(key, options(key))
-                plans[key] = chosen
                 for plan in options(key):
                     if plan == chosen or time.monotonic() > ends:
                         continue
@@ -197,6 +196,7 @@ def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, floa
                 return float("inf")
 
         def build(key: str, options: Sequence[Plan | None]) -> None:
+            kept = chosen.shipped[key]
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
                 builder = ParallelBuilder(pool, device, detects=False)
                 for plan in options:
@@ -206,6 +206,7 @@ def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, floa
                             runner.forward_uncaptured(tokens[:, CONTEXT:], last, last, visible)
                     except ABOUT_NOISE as error:  # `seconds` leaves such a plan out
                         print(f"not built: {error}", file=sys.stderr)
+            chosen.shipped[key] = kept
 
         before = seconds()  # autotunes what has no plan
         if wide:
