@@ -23,6 +23,7 @@ from .backend import (
     constexpr,
     dependent_launch,
     launch_dependents,
+    launch_when_loaded,
     multiprocessors,
     power_of_two,
     prefetch,
@@ -243,7 +244,7 @@ def _split_kernel(
     packed = tl.program_id(0) * TILE + tl.arange(0, TILE)  # heads that share keys, then tokens
     head, token = packed // queries, packed % queries
     real = packed < group * queries
-    lane = tl.arange(0, SIZE)
+    lane, near = tl.arange(0, SIZE), tl.arange(0, BLOCK)
     lane_inside = lane < size
     inside_tile = real[:, None] & lane_inside[None, :]
     queries_at = query + row * query_row + shared * group * query_head
@@ -263,13 +264,12 @@ def _split_kernel(
         used = splits_in_use(number, splits, LEAST)
         if split >= used:
             return
-        near = (listed_first + split) * BLOCK + tl.arange(0, BLOCK)
-        near = tl.minimum(near, slots - 1).to(tl.int64)[:, None]
+        first_slots = tl.minimum((listed_first + split) * BLOCK + near, slots - 1).to(tl.int64)[:, None]
         line = tl.minimum(tl.arange(0, (SIZE + 31) // 32) * 32, size - 1)[None, :]
         if PDL:
             if number > 0:
-                prefetch(keys + near * key_slot + line)
-                prefetch(values + near * value_slot + line)
+                prefetch(keys + first_slots * key_slot + line)
+                prefetch(values + first_slots * value_slot + line)
         wait_after(row + shared + head + token + used, PDL)
     else:
         used = splits
@@ -278,7 +278,7 @@ def _split_kernel(
         number = tl.load(count + row)
         listed_first = tl.load(listed + row * blocks + split)
         last = slots
-    query_tile = tl.load(queries_at, mask=inside_tile, other=0.0)
+    query_block = tl.load(queries_at, mask=inside_tile, other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
@@ -286,16 +286,18 @@ def _split_kernel(
         sink = tl.load(sinks + shared * group + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
     for turn in range(split, number, used):
-        if MASK == 3:
-            slot = (listed_first + turn) * BLOCK + tl.arange(0, BLOCK)
-        else:
+        block = listed_first + turn
+        if MASK != 3:
             block = tl.load(listed + row * blocks + turn, mask=turn != split, other=listed_first)
-            slot = block * BLOCK + tl.arange(0, BLOCK)
+        slot = block * BLOCK + near
         inside = slot < last
-        place = slot.to(tl.int64)
+        begin = (block * BLOCK).to(tl.int64)  # distances within a block fit into 32 bits: less arithmetic
+        # Queries go to shared memory in the loop. Before it, the first keys would be loaded only after they have come.
+        query_tile = tl.where(turn >= 0, query_block, 0.0)
         key_block = tl.load(
-            keys + place[None, :] * key_slot + lane[:, None], mask=inside[None, :] & lane_inside[:, None], other=0.0
-        )
+            keys + begin * key_slot + (near[None, :] * key_slot + lane[:, None]),
+            mask=inside[None, :] & lane_inside[:, None], other=0.0,
+        )  # fmt: skip
         if EXACT:
             score = tl.dot(query_tile, key_block, input_precision="ieee") * scaling
         else:
@@ -319,15 +321,17 @@ def _split_kernel(
         rescale = tl.exp2(top - base)  # of what was summed under the old maximum
         total = total * rescale + tl.sum(weight, 1)
         value_block = tl.load(
-            values + place[:, None] * value_slot + lane[None, :], mask=inside[:, None] & lane_inside[None, :], other=0.0
-        )
+            values + begin * value_slot + (near[:, None] * value_slot + lane[None, :]),
+            mask=inside[:, None] & lane_inside[None, :], other=0.0,
+        )  # fmt: skip
         if EXACT:
             result = result * rescale[:, None] + tl.dot(weight, value_block, input_precision="ieee")
         else:
             result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
         top = new_top
+    launch_when_loaded(PDL)
     total = tl.where(total == 0.0, 1.0, total)
-    result = result / total[:, None]
+    result = result * (1.0 / total)[:, None]
     heads = key_heads * group
     token, head = row * queries + token, shared * group + head
     place = ((token * splits + split) * heads + head) * size
