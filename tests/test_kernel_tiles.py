@@ -35,6 +35,7 @@ from .quantised import random_packed
 
 KINDS = ("dense", "float8", "symmetric", "asymmetric", "shift")
 ONE, TAKEN_IN_TURN, STEPS = Plan(1, 0, 16, 2, 2), Plan(1, 1, 16, 1, 3), Plan(1, 0, 16, 2, 1)
+NARROW, NARROW_IN_TURN, NARROW_STEPS = Plan(1, 0, 8, 2, 2), Plan(1, 1, 8, 1, 4), Plan(1, 0, 8, 1, 2)
 WHOLE = 384  # elements of a row, with one scale
 
 
@@ -53,6 +54,10 @@ WHOLE = 384  # elements of a row, with one scale
         ("asymmetric", WHOLE, 1, ONE),
         ("shift", 128, 4, STEPS),
         ("shift", WHOLE, 1, TAKEN_IN_TURN),
+        ("dense", WHOLE, 1, NARROW),
+        ("dense", WHOLE, 1, NARROW_IN_TURN),
+        ("float8", 128, 1, NARROW_STEPS),
+        ("float8", WHOLE, 1, NARROW),
     ],
 )
 def test_kernel_tile_product(kind, group, rows, plan):
@@ -76,6 +81,8 @@ def test_kernel_tile_product(kind, group, rows, plan):
         ("symmetric", 2, PLAIN, TAKEN_IN_TURN, "gelu_tanh"),
         ("symmetric", 8, PLAIN, STEPS, "silu"),
         ("asymmetric", 1, GEMMA, ONE, None),
+        ("dense", 1, GEMMA, NARROW_STEPS, None),
+        ("dense", 1, PLAIN, NARROW, "silu"),
     ],
 )
 def test_kernel_tile_product_normalises(kind, rows, form, plan, activation):
@@ -165,10 +172,27 @@ def test_plans_of_few_rows():
     long, _ = random_packed("float8", 16, 28672, 128, torch.float16, DEVICE)
     for rows in (1, 2, 4, 8):
         plans = tile_plans(randn(rows, 28672, dtype=torch.float16), long)
-        assert plans and all(16 * plan.spans <= 64 and 4 * rows * plan.spans <= 64 for plan in plans)
+        usual, narrow = ([plan for plan in plans if plan.strip == strip] for strip in (16, 8))
+        assert usual and all(16 * plan.spans <= 64 and 4 * rows * plan.spans <= 64 for plan in usual)
+        whole = [tile_plans_module.needed(28672, plan.warps) <= plan.spans for plan in narrow]
+        assert all(8 * plan.spans <= (112 if at_once else 64) for plan, at_once in zip(narrow, whole))
     x = randn(1, 896, dtype=torch.float16)
     for plan in (tile_plans(x, packed)[0], GEMV_PLANS[0]):
         assert_close(few_rows(x, packed, None, plan), quantised_reference(x, packed, None))
+
+
+@where_triton_runs
+def test_narrow_tiles_are_for_products_with_few_programs(monkeypatch):
+    """With eight rows of W each. They take one row of x, whole pairs of spans, and elements of 8 or 16 bits."""
+    packed, _ = random_packed("float8", 64, 896, 128, torch.float16, DEVICE)
+    x = randn(1, 896, dtype=torch.float16)
+    monkeypatch.setattr(tile_plans_module, "multiprocessors", lambda device: 4)
+    assert {plan.strip for plan in tile_plans(x, packed)} == {16}
+    monkeypatch.setattr(tile_plans_module, "multiprocessors", lambda device: 5)
+    assert {plan.strip for plan in tile_plans(x, packed)} == {8, 16}
+    assert fits(x, packed, None, NARROW) and not fits(x, packed, None, NARROW._replace(spans=3))
+    assert not fits(randn(2, 896, dtype=torch.float16), packed, None, NARROW)
+    assert not fits(x, random_packed("symmetric", 64, 896, 128, torch.float16, DEVICE)[0], None, NARROW)
 
 
 @pytest.mark.gpu
@@ -227,7 +251,7 @@ def test_tiles_take_states_of_any_size(scale):
 @where_triton_runs
 @pytest.mark.parametrize(("heads", "shared", "size", "length", "plan"), [
     (4, 2, 64, 300, Plan(1, 0, 16, 2, 1)), (2, 1, 128, 1, Plan(1, 0, 16, 1, 2)), (4, 1, 96, 1300, Plan(1, 1, 16, 2, 2)),
-    (2, 1, 64, 90, Plan(1, 0, 16, 4, 2)),
+    (2, 1, 64, 90, Plan(1, 0, 16, 4, 2)), (4, 2, 64, 300, Plan(1, 0, 8, 1, 2)), (4, 1, 96, 1300, Plan(1, 0, 8, 1, 4)),
 ])  # fmt: skip
 @pytest.mark.parametrize("seen", ["text", "text and sinks", "nothing"])
 def test_tiles_combine_the_splits_of_attention(monkeypatch, heads, shared, size, length, plan, seen):

@@ -15,7 +15,9 @@ from .tile_fragments import first_column
 
 
 @jit
-def rows_of_tile(tile: Value, place: Value, columns: Value, GATED: constexpr, HEAD_HALF: constexpr) -> Value:
+def rows_of_tile(
+    tile: Value, place: Value, columns: Value, GATED: constexpr, HEAD_HALF: constexpr, NARROW: constexpr = False
+) -> Value:
     """Return the two rows of W at `place` < 8 of a tile.
 
     Args:
@@ -24,8 +26,12 @@ def rows_of_tile(tile: Value, place: Value, columns: Value, GATED: constexpr, HE
         columns: of the result; with HEAD_HALF, pairs of rows of W.
         GATED: the rows of gate and up for one column.
         HEAD_HALF: if not 0, half the size of a head: the two rows that are rotated together.
+        NARROW: both are the same row, of which each takes other spans.
     """
-    if HEAD_HALF > 0:
+    if NARROW:
+        row = tl.minimum(tile * 8 + place, columns - 1)
+        return row, row
+    elif HEAD_HALF > 0:
         pair = tl.minimum(tile * 8 + place, columns - 1)
         row = pair // HEAD_HALF * (2 * HEAD_HALF) + pair % HEAD_HALF
         return row, row + HEAD_HALF
@@ -64,33 +70,39 @@ def load_rows(
     WARPS: constexpr,
     SPANS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
-    """Load what a thread has of its two rows of W, from span `first` on: words, and the scales of packed elements."""
-    upper, lower = rows_of_tile(tile, g, columns, GATED, HEAD_HALF)
+    """Load what a thread has of its two rows of W, from span `first` on: words, and the scales of packed elements.
+
+    If NARROW, the upper row of a tile has one span and the lower row the warp's next one.
+    """
+    upper, lower = rows_of_tile(tile, g, columns, GATED, HEAD_HALF, NARROW)
     upper_data, lower_data = data + upper.to(tl.int64) * data_row, data + lower.to(tl.int64) * data_row
     words: Value = ()
     values: Value = ()
-    for i in tl.static_range(SPANS):
+    for i in tl.static_range(0, SPANS, 2 if NARROW else 1):
         span = first + i * WARPS
-        given = (span * 128 < depth) & (tile < tiles)
-        place = span * (4 * BITS) + q * 4
+        other = span + WARPS if NARROW else span
+        given, other_given = (span * 128 < depth) & (tile < tiles), (other * 128 < depth) & (tile < tiles)
+        place, other_place = span * (4 * BITS) + q * 4, other * (4 * BITS) + q * 4
         one = load_words(upper_data + place, given, False, PLAIN)
-        two = load_words(lower_data + place, given, False, PLAIN)
+        two = load_words(lower_data + other_place, other_given, False, PLAIN)
         for load in tl.static_range(16, 4 * BITS, 16):
             one += load_words(upper_data + place + load, given, False, PLAIN)
-            two += load_words(lower_data + place + load, given, False, PLAIN)
+            two += load_words(lower_data + other_place + load, other_given, False, PLAIN)
         words += ((one, two),)
-        group = span * 0
+        group, other_group = span * 0, span * 0
         if GROUP > 0:
             group = tl.minimum(span * 128, depth - 1) // GROUP
+            other_group = tl.minimum(other * 128, depth - 1) // GROUP
         if BITS < 16 and (GROUP > 0 or i == 0):
             above = _load_values(
                 upper, group, scale, zero, scale_n, scale_k, zero_n, zero_k, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
                 PLAIN,
             )  # fmt: skip
             below = _load_values(
-                lower, group, scale, zero, scale_n, scale_k, zero_n, zero_k, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS,
-                PLAIN,
+                lower, other_group, scale, zero, scale_n, scale_k, zero_n, zero_k, SCALE_ROWS, ZEROS, ZERO_OFFSET,
+                EXPONENTS, PLAIN,
             )  # fmt: skip
         if BITS < 16:
             values += ((above, below),)
@@ -137,6 +149,7 @@ def load_right(
     WARPS: constexpr,
     SPANS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Load what a thread has of the right operands, from span `first` of a row on: two words for each register.
 
@@ -145,12 +158,13 @@ def load_right(
     SHARE: tl.constexpr = 8 // ROWS  # tiles, or with several rows pairs of tiles, that share a register
     parts: Value = ()
     for i in tl.static_range(SPANS):
-        span = first + i * WARPS
-        given = span * 128 < depth
         if ROWS == 1:
-            place = x + span * 64 + first_column(g, q, BITS) // 2
+            column = column_of_right(i, first, g, q, BITS, WARPS, NARROW)
+            place, given = x + column // 2, column < depth
             parts += ((load_here(place, given, PLAIN), load_here(place + (2 if BITS == 4 else 1), given, PLAIN)),)
         else:
+            span = first + i * WARPS
+            given = span * 128 < depth
             for k in tl.static_range(ROWS // 2):
                 tile = 2 * (k * SHARE + g // ROWS)
                 place = x + span * 64 + first_column(tile, q, BITS) // 2
@@ -159,6 +173,22 @@ def load_right(
                     two, three = three, two
                 parts += ((one, two), (three, four))
     return parts
+
+
+@jit
+def column_of_right(
+    i: constexpr, first: Value, g: Value, q: Value, BITS: constexpr, WARPS: constexpr, NARROW: constexpr
+) -> Value:
+    """Return the first element of x that a thread has in its register `i` for one row, from span `first` on.
+
+    A register holds the operands of eight tiles in turn, one in each column. If NARROW, it holds those of four tiles
+    and of two spans: columns 0 to 3 are multiplied by the upper rows, columns 4 to 7 by the lower rows.
+    """
+    if NARROW:
+        span = first + (i // 2 * 2 + g // 4) * WARPS
+        return span * 128 + first_column(g % 4 + i % 2 * 4, q, BITS)
+    else:
+        return (first + i * WARPS) * 128 + first_column(g, q, BITS)
 
 
 @jit
@@ -174,9 +204,10 @@ def load_edges(
     BIAS: constexpr,
     ROWS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Load what is added to the result of a tile: biases [8, 1] of the upper and lower rows, residuals [8, rows]."""
-    upper, lower = rows_of_tile(tile, tl.arange(0, 8)[:, None], columns, GATED, 0)
+    upper, lower = rows_of_tile(tile, tl.arange(0, 8)[:, None], columns, GATED, 0, NARROW)
     biases: Value = ()
     if BIAS:
         biases = (
@@ -187,7 +218,7 @@ def load_edges(
     if RESIDUAL:
         for odd in tl.static_range(2 if ROWS > 1 else 1):
             row = tl.arange(0, ROWS // 2 if ROWS > 1 else 1)[None, :] * 2 + odd
-            column = (tile * 16 + tl.arange(0, 8))[:, None]
+            column = (tile * (8 if NARROW else 16) + tl.arange(0, 8))[:, None]
             place = residual + row * residual_row + column
             residuals += (
                 (

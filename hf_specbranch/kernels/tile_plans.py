@@ -21,6 +21,7 @@ from .tile_fragments import DEPTH, ROWS_OF_W
 
 MOST_ROWS = 8
 WARPS = (1, 2, 4, 8, 16)
+NARROW = ROWS_OF_W // 2  # rows of W of a program, where there are fewer tiles than multiprocessors
 # The smaller side of a weight, unless its elements have 4 bits. Larger products are faster by tiles too if timed alone,
 # but in their layers they were slower by plans chosen alone: on an H200 one token took 6% longer with Llama-3.2-1B
 # (2,048 wide), 15% with SmolLM3-3B (2,048), and a step over four tokens of an FP8 copy of Llama-3.2-1B 13%. By plans
@@ -56,7 +57,26 @@ def tile_plans(x: Tensor, weight: Packed) -> list[Plan]:
     for warps in (4, 8, 16):
         in_steps = [spans for spans in (most, most // 2) if 0 < spans < needed(depth, warps)]
         plans += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in in_steps]
+    if tiles < multiprocessors(x.device):
+        plans += narrow_plans(depth, bits)
     return [plan for plan in plans if fits(x, weight, None, plan)]
+
+
+def narrow_plans(depth: int, bits: int) -> list[Plan]:
+    """Return plans whose programs have eight rows of W: all spans of a row at once, or half of them.
+
+    Example:
+        >>> [(plan.warps, plan.spans) for plan in narrow_plans(1024, 16)]
+        [(1, 4), (2, 4), (2, 2), (4, 2)]
+    """
+    plans = []
+    for warps in WARPS:
+        whole = 2 * needed(depth, 2 * warps)
+        if depth <= DEPTH * warps:  # half of the threads would have nothing
+            continue
+        for spans, most in ((whole, MOST_WORDS), (whole // 4 * 2, MOST_WORDS_TWICE)):
+            plans += [Plan(1, 0, NARROW, warps, spans)] if 0 < spans * bits <= most else []
+    return plans
 
 
 def has_wide_codes(weight: Packed) -> bool:
@@ -112,9 +132,15 @@ def fits(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan) -> bool:
         and aligned(x)
         and depth % DEPTH == 0
         and (not plan.stages or needed(depth, plan.warps) <= plan.spans)  # programs in turn keep all of x
+        and (plan.strip == ROWS_OF_W or _takes_narrow(weight, plan, x.numel() // depth))
         and kernel_takes(weight)
         and (weight.code != "dense" or weight.data.dtype == x.dtype)
     )
+
+
+def _takes_narrow(weight: Packed, plan: Plan, rows: int) -> bool:
+    """Return whether programs can have eight rows of W: for one row of x, and with an even number of spans."""
+    return plan.strip == NARROW and plan.spans % 2 == 0 and rows == 1 and weight.code in ("dense", "float8")
 
 
 def kernel_takes(weight: Packed) -> bool:

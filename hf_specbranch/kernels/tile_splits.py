@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .backend import Value, constexpr, jit, tl
 from .gemv_loads import number
-from .tile_fragments import first_column, narrow
-from .tile_loads import load_here, load_words
+from .tile_fragments import narrow
+from .tile_loads import column_of_right, load_here, load_words
 
 ELEMENTS = 4  # of one head, that a thread loads at once
 LOADS = 16  # of so many elements by a thread at a time
@@ -32,6 +32,7 @@ def combine_right(
     SPANS: constexpr,
     LOADS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Return what `load_right` returns for one row of x, all spans of it, from its splits.
 
@@ -53,9 +54,8 @@ def combine_right(
         parts: Value = ()
         loaded = g * 0
         for i in tl.static_range(SPANS):
-            span = warp + i * WARPS
-            column = span * 128 + first_column(g, q, BITS)
-            limit = tl.where(span * 128 < HEADS * SIZE, used, 0) - begin
+            column = column_of_right(i, warp, g, q, BITS, WARPS, NARROW)
+            limit = tl.where(column < HEADS * SIZE, used, 0) - begin
             of_tops: Value = ()
             of_parts: Value = ()
             for split in tl.static_range(AT_A_TIME):

@@ -151,13 +151,14 @@ def product_of_spans(
     WARPS: constexpr,
     SPANS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Multiply the spans of a tile that a warp has."""
     BFLOAT16: tl.constexpr = BITS == 16 and not FLOAT16
     SHARE: tl.constexpr = 8 // ROWS  # tiles, or with several rows pairs of tiles, that share a register
     none = begin[0][0] * 0.0
     total = none, none, none, none
-    for i in tl.static_range(SPANS):
+    for i in tl.static_range(SPANS // 2 if NARROW else SPANS):
         upper, lower = words[i]
         sums = none, none, none, none
         if BITS == 4:
@@ -167,7 +168,10 @@ def product_of_spans(
                 above, below = values[i][0][1], values[i][1][1]
                 sums = one - above * x_one, two - above * x_two, one - below * x_one, two - below * x_two
         for tile in tl.static_range(8):
-            if ROWS == 1:
+            if NARROW:
+                first, second = right[2 * i + tile // 4]
+                own = g % 4 == tile % 4
+            elif ROWS == 1:
                 first, second = right[i]
                 own = g == tile
             else:
@@ -202,9 +206,13 @@ def _scaled(sums: Value, values: Value) -> Value:
 
 
 @jit
-def sums_of_threads(sums: Value, ROWS: constexpr, WARPS: constexpr) -> Value:
+def sums_of_threads(sums: Value, ROWS: constexpr, WARPS: constexpr, NARROW: constexpr = False) -> Value:
     """Add up what threads have of the same element of the result: [8, rows] for even and odd rows of x, twice."""
-    if ROWS == 1:
+    if NARROW:  # columns 0 to 3 of the upper rows belong to them, and columns 4 to 7 of the lower ones
+        total = tl.where(tl.arange(0, WARPS * 32) % 4 < 2, sums[0] + sums[1], sums[2] + sums[3])
+        total = tl.sum(tl.sum(tl.reshape(total, (WARPS, 8, 4)), 2), 0)[:, None]
+        return total, total, total, total
+    elif ROWS == 1:
         upper, lower = sums[0] + sums[1], sums[2] + sums[3]
         upper, lower = tl.reduce((tl.reshape(upper, (WARPS, 8, 4)), tl.reshape(lower, (WARPS, 8, 4))), 2, _add_two)
         upper, lower = tl.reduce((upper, lower), 0, _add_two)
@@ -257,16 +265,17 @@ def constants_of_tile(
     WARPS: constexpr,
     SPANS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Load what is constant for the first spans of a tile: words of W, values of their groups, weights of the norm."""
     warp, g, q = places(WARPS)
     words, values = load_rows(
         tile, tiles, warp, g, q, data, scale, zero, depth, columns, data_row, scale_n, scale_k, zero_n, zero_k, GATED,
-        HEAD_HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS, PLAIN,
+        HEAD_HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS, PLAIN, NARROW,
     )  # fmt: skip
     gain: Value = ()
     if NORM:
-        gain = load_right(norm_weight, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
+        gain = load_right(norm_weight, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN, NARROW)
     return words, values, gain
 
 
@@ -316,6 +325,7 @@ def sums_of_tile(
     SPANS: constexpr,
     STEPS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr = False,
 ) -> Value:
     """Multiply a tile by x. Each step loads the spans of the next one.
 
@@ -335,16 +345,17 @@ def sums_of_tile(
             span = first + SPANS * WARPS + warp
             next_words, next_values = load_rows(
                 tile, tiles, span, g, q, data, scale, zero, depth, columns, data_row, scale_n, scale_k, zero_n, zero_k,
-                GATED, HEAD_HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS, PLAIN,
+                GATED, HEAD_HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS, PLAIN, NARROW,
             )  # fmt: skip
-            next_states = load_right(x, span, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
+            next_states = load_right(x, span, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN, NARROW)
             if NORM:
-                next_gain = load_right(norm_weight, span, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
+                next_gain = load_right(norm_weight, span, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN, NARROW)
         right, square, unscaled = right_operands(states, gain, square, NORM, OFFSET, FLOAT16, BITS, WARPS, PLAIN)
         begin = sums_of_right(right, none, CODE, ZEROS, ROWS, WARPS, SPANS, PLAIN)
         sums = product_of_spans(
-            words, values, right, begin, unscaled, base, g, FLOAT16, BITS, GROUP, ZEROS, ROWS, WARPS, SPANS, PLAIN
-        )
+            words, values, right, begin, unscaled, base, g, FLOAT16, BITS, GROUP, ZEROS, ROWS, WARPS, SPANS, PLAIN,
+            NARROW,
+        )  # fmt: skip
         total = total[0] + sums[0], total[1] + sums[1], total[2] + sums[2], total[3] + sums[3]
         words, values, gain, states = next_words, next_values, next_gain, next_states
-    return sums_of_threads(total, ROWS, WARPS), norm_factors(square, depth, eps, NORM, ROWS, WARPS)
+    return sums_of_threads(total, ROWS, WARPS, NARROW), norm_factors(square, depth, eps, NORM, ROWS, WARPS)

@@ -5,7 +5,9 @@ memory into the registers of the threads that multiply them (`tile_loads.py`, `t
 shared memory to fill, and an element takes few instructions: about half of those of `gemv.py` for one row of x.
 
 A plan either has a program for each tile, or a few programs per multiprocessor that keep x and take tile after tile.
-Where registers do not suffice for all of a row, a program takes some spans of it at a time.
+Where registers do not suffice for all of a row, a program takes some spans of it at a time. Narrow tiles are for
+products with fewer tiles than multiprocessors: they have eight rows of W, whose upper and lower half are the same rows
+at other depths.
 
 As in `gemv.py`, a product can also normalise x, compute a gated activation, and add a residual to its result. The
 product that reads the heads of attention can combine its splits (`tile_splits.py`).
@@ -86,12 +88,13 @@ def tile_product(
     out = flat.new_empty((rows, columns), dtype=x.dtype)
     added = out if residual is None else residual.reshape(rows, columns)
     arguments, constants = kernel_arguments(flat, x.dtype, weight, plan, norm)
-    tiles = triton.cdiv(columns, ROWS_OF_W if gate is None else ROWS_OF_W // 2)
+    narrow = plan.strip < ROWS_OF_W and gate is None
+    tiles = triton.cdiv(columns, ROWS_OF_W if gate is None and not narrow else ROWS_OF_W // 2)
     programs = min(tiles, plan.stages * multiprocessors(flat.device)) if plan.stages else tiles
     _tile_kernel[(programs,)](
         *arguments, out if bias is None else bias, added, out, columns, added.stride(0), tiles, *_splits(x, constants),
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gate is not None, TANH=gate == "gelu_tanh",
-        LOOP=programs < tiles, **constants, **dependent_launch(flat.device, plan.next or EARLY),
+        LOOP=programs < tiles, NARROW=narrow, **constants, **dependent_launch(flat.device, plan.next or EARLY),
     )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 
@@ -167,6 +170,7 @@ def _tile_kernel(
     GATED: constexpr,
     TANH: constexpr,
     LOOP: constexpr,
+    NARROW: constexpr,
     NORM: constexpr,
     OFFSET: constexpr,
     FLOAT16: constexpr,
@@ -189,32 +193,36 @@ def _tile_kernel(
     warp, g, q = places(WARPS)
     words, values, gain = constants_of_tile(
         tile, data, scale, zero, norm_weight, depth, columns, tiles, data_row, scale_n, scale_k, zero_n, zero_k, GATED,
-        0, NORM, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, PLAIN,
+        0, NORM, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, PLAIN, NARROW,
     )  # fmt: skip
     if SIZE > 0:
         _first, number, _last = blocks_of_spans(spans, 1, 0, BLOCK)
         used = splits_in_use(number, splits, LEAST)
         if not LOOP:  # a residual is older than q, k and v, as spans are
-            edges = load_edges(tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN)
+            edges = load_edges(
+                tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN, NARROW
+            )
         wait_after(used, PDL)
         states = combine_right(
             x + zero_after_wait(PDL), logarithms + zero_after_wait(PDL), used, splits, warp, g, q, HEADS, SIZE, FLOAT16,
-            BITS, WARPS, SPANS, LOADS, PLAIN,
+            BITS, WARPS, SPANS, LOADS, PLAIN, NARROW,
         )  # fmt: skip
     else:
         wait_for_dependencies(PDL)
         x += zero_after_wait(PDL) + tl.minimum(g % ROWS, rows - 1) * x_row
         residual += zero_after_wait(PDL)
         if not LOOP:
-            edges = load_edges(tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN)
-        states = load_right(x, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN)
+            edges = load_edges(
+                tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN, NARROW
+            )
+        states = load_right(x, warp, g, q, depth, ROWS, BITS, WARPS, SPANS, PLAIN, NARROW)
     if not LOOP:
         sums, factors = sums_of_tile(
             words, values, gain, states, tile, x, data, scale, zero, norm_weight, rows, depth, columns, tiles, data_row,
             scale_n, scale_k, zero_n, zero_k, eps, GATED, 0, NORM, OFFSET, FLOAT16, CODE, BITS, GROUP, SCALE_ROWS,
-            ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, STEPS, PLAIN,
+            ZEROS, ZERO_OFFSET, EXPONENTS, ROWS, WARPS, SPANS, STEPS, PLAIN, NARROW,
         )  # fmt: skip
-        _store(sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN)
+        _store(sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN, NARROW)
     else:
         base = codes_base(warp * 0 + (rows >> 24), CODE)
         none = warp.to(tl.float32) * 0.0
@@ -222,19 +230,23 @@ def _tile_kernel(
         begin = sums_of_right(right, none, CODE, ZEROS, ROWS, WARPS, SPANS, PLAIN)
         factors = norm_factors(square, depth, eps, NORM, ROWS, WARPS)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            edges = load_edges(tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN)
+            edges = load_edges(
+                tile, bias, residual, rows, columns, residual_row, RESIDUAL, GATED, BIAS, ROWS, PLAIN, NARROW
+            )
             next_words, next_values = load_rows(
                 tile + tl.num_programs(0), tiles, warp, g, q, data, scale, zero, depth, columns, data_row, scale_n,
                 scale_k, zero_n, zero_k, GATED, 0, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_OFFSET, EXPONENTS, WARPS, SPANS,
-                PLAIN,
+                PLAIN, NARROW,
             )  # fmt: skip
             # What is added to g is 0. Without it the compiler would keep all masked operands of x in registers.
             sums = product_of_spans(
                 words, values, right, begin, unscaled, base, g + (tile >> 24), FLOAT16, BITS, GROUP, ZEROS, ROWS, WARPS,
-                SPANS, PLAIN,
+                SPANS, PLAIN, NARROW,
             )  # fmt: skip
-            sums = sums_of_threads(sums, ROWS, WARPS)
-            _store(sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN)
+            sums = sums_of_threads(sums, ROWS, WARPS, NARROW)
+            _store(
+                sums, factors, edges, tile, out, rows, columns, RESIDUAL, GATED, TANH, NORM, BIAS, ROWS, PLAIN, NARROW
+            )
             words, values = next_words, next_values
 
 
@@ -254,6 +266,7 @@ def _store(
     BIAS: constexpr,
     ROWS: constexpr,
     PLAIN: constexpr,
+    NARROW: constexpr,
 ) -> None:
     """Store the result of a tile, or what is computed from it. `edges` are those of `load_edges`."""
     biases, residuals = edges
@@ -274,6 +287,7 @@ def _store(
             if RESIDUAL:
                 above = (residuals[odd][0].to(tl.float32) + above.to(tl.float32)).to(dtype)
                 below = (residuals[odd][1].to(tl.float32) + below.to(tl.float32)).to(dtype)
-            column = (tile * 16 + tl.arange(0, 8))[:, None] + row * 0
+            column = (tile * (8 if NARROW else 16) + tl.arange(0, 8))[:, None] + row * 0
             store_one(out + row * columns + column, above, (row < rows) & (column < columns), PLAIN)
-            store_one(out + row * columns + column + 8, below, (row < rows) & (column + 8 < columns), PLAIN)
+            if not NARROW:
+                store_one(out + row * columns + column + 8, below, (row < rows) & (column + 8 < columns), PLAIN)
