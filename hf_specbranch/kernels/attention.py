@@ -23,7 +23,6 @@ from .backend import (
     constexpr,
     dependent_launch,
     launch_dependents,
-    launch_when_loaded,
     multiprocessors,
     power_of_two,
     prefetch,
@@ -329,7 +328,6 @@ def _split_kernel(
         else:
             result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
         top = new_top
-    launch_when_loaded(PDL)
     total = tl.where(total == 0.0, 1.0, total)
     result = result * (1.0 / total)[:, None]
     heads = key_heads * group

@@ -110,7 +110,6 @@ def references_only() -> Iterator[None]:
 EARLY = 1  # when all programs of this one have started
 LATE = 2  # when all have waited for the kernel before: before it waits, the next one can read what that has written
 AT_END = 3  # when all have ended: the next one is set up before that, but takes no registers from this one
-LOADED = 4  # when all have loaded what they read: what the next ones load does not delay it
 
 
 @lru_cache
@@ -158,13 +157,6 @@ def wait_after(numbers: Value, PDL: constexpr) -> None:
             "=r,l", [numbers.to(tl.int64)], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     if PDL == 2:  # LATE
-        cuda.gdc_launch_dependents()
-
-
-@jit
-def launch_when_loaded(PDL: constexpr) -> None:
-    """Let the next kernel be set up if it may start when this one has `LOADED` its input."""
-    if PDL == 4:  # LOADED
         cuda.gdc_launch_dependents()
 
 
