@@ -126,7 +126,8 @@ def test_kernel_gemv_rotates_and_writes_to_the_cache(batch, tokens, dtype, plan,
     caches = [Slots(*torch.zeros(2, batch, shared, 10, size, device=DEVICE, dtype=dtype), places) for _ in range(2)]
     turn = Turn(angles.cos(), angles.sin(), caches[0], size)
     assert fits(x, packed, bias, plan) and rotary_fits(x, turn)
-    got = rotary_gemv(x, packed, bias, plan, norm, turn)
+    got, pending = rotary_gemv(x, packed, bias, plan, norm, turn)
+    assert pending is None
     product = quantised_reference(norm_reference(x, norm).flatten(0, 1), packed, bias)
     parts = product.view(batch, tokens, -1, size).transpose(1, 2).split([heads, shared, shared], 1)
     expected, _ = rotary(*parts, turn.cos, turn.sin, slots=caches[1], dtype=dtype)

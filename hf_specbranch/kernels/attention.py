@@ -33,6 +33,7 @@ from .backend import (
 )
 from .blocks import Blocks, block_size, blocks_in_use, mask_kind, visible
 from .combine import COMBINED, MOST_FOR_PRODUCT, Reader, SplitHeads, combined
+from .pending_norms import PendingNorms, finish_key, head_factors
 from .spans import SPANS, blocks_of_spans, splits_in_use
 
 MOST_QUERIES = 64
@@ -95,15 +96,17 @@ def attend_in_splits(
     sinks: Tensor | None = None,
     blocks: Blocks | None = None,
     reader: Reader = COMBINED,
+    pending: PendingNorms | None = None,
 ) -> Tensor | SplitHeads:
     """Compute attention for a reader that can combine splits. See `attend`.
 
-    `reader`: what reads the heads.
+    `reader`: what reads the heads. `pending`: norms of q and k that are not finished, for one token under spans.
 
     Returns:
         [B, Q, Hq * D].
     """
     if not fits(query, key, value, mask):
+        assert pending is None
         return attend_reference(query, key, value, mask, scaling, softcap, sinks).flatten(2)
     rows, heads, queries, size = query.shape
     key_heads, slots = key.shape[1], key.shape[2]
@@ -131,12 +134,16 @@ def attend_in_splits(
         sums = query.new_empty((rows, queries, heads, splits), dtype=torch.float32)
     seen = query if mask is None else mask.expand(rows, -1, -1, -1)
     mask_strides = (0, 0) if mask is None else (seen.stride(0), seen.stride(2))
+    assert pending is None or (by_spans and queries == rows == tiles == 1)
+    squares, eps, fresh = (sums, 0.0, number) if pending is None else pending
     _split_kernel[(tiles, rows * key_heads, splits)](
         query, key, value, seen, listed, number, results, sums, sums if sinks is None else sinks,
-        scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits, most_blocks,
+        squares, fresh, eps, scaling, softcap or 1.0, key_heads, heads // key_heads, queries, slots, size, splits,
+        most_blocks,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides,
         MASK=BY_SPANS if by_spans else mask_kind(mask), SOFTCAP=softcap is not None, EXACT=exact,
-        SINKS=sinks is not None, WHOLE=splits == 1, TILE=tile, BLOCK=block, LEAST=least, SIZE=power_of_two(size, 16),
+        PARTS=0 if pending is None else squares.shape[1], SINKS=sinks is not None, WHOLE=splits == 1,
+        TILE=tile, BLOCK=block, LEAST=least, SIZE=power_of_two(size, 16),
         num_warps=8 if exact or tile == 64 else 4,  # with 4 warps, tiles of 64 take twice as long to compile
         num_stages=1 if exact else stages if by_spans else STAGES_WITH_MASK,
         **dependent_launch(query.device),
@@ -205,6 +212,9 @@ def _split_kernel(
     results: Value,
     sums: Value,
     sinks: Value,
+    squares: Value,
+    fresh: Value,
+    eps: Value,
     scaling: Value,
     softcap: Value,
     key_heads: Value,
@@ -228,6 +238,7 @@ def _split_kernel(
     MASK: constexpr,
     SOFTCAP: constexpr,
     EXACT: constexpr,
+    PARTS: constexpr,
     SINKS: constexpr,
     WHOLE: constexpr,
     TILE: constexpr,
@@ -278,6 +289,11 @@ def _split_kernel(
         listed_first = tl.load(listed + row * blocks + split)
         last = slots
     query_block = tl.load(queries_at, mask=inside_tile, other=0.0)
+    if PARTS > 0:  # norms are finished here
+        new_slot = tl.load(fresh, cache_modifier=".cg").to(tl.int32)
+        scaling = scaling * head_factors(squares, shared * group + head, real, size, eps, PARTS)[:, None]
+        of_keys = key_heads * group + shared + tl.arange(0, 1)
+        key_factor = tl.sum(head_factors(squares, of_keys, of_keys >= 0, size, eps, PARTS), 0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, SIZE), tl.float32)
@@ -301,6 +317,8 @@ def _split_kernel(
             score = tl.dot(query_tile, key_block, input_precision="ieee") * scaling
         else:
             score = tl.dot(query_tile, key_block) * scaling
+        if PARTS > 0:
+            score = tl.where((slot == new_slot)[None, :], score * key_factor, score)
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
         seen = real[:, None] & inside[None, :]
@@ -328,6 +346,10 @@ def _split_kernel(
         else:
             result = result * rescale[:, None] + tl.dot(weight.to(value_block.dtype), value_block)
         top = new_top
+    if PARTS > 0:
+        turn = new_slot // BLOCK - listed_first
+        if split == tl.where((turn >= 0) & (turn < number), turn % used, 0):  # no other program reads this key
+            finish_key(keys + new_slot.to(tl.int64) * key_slot, key_factor, lane, lane_inside)
     total = tl.where(total == 0.0, 1.0, total)
     result = result * (1.0 / total)[:, None]
     heads = key_heads * group

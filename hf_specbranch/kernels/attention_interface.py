@@ -25,6 +25,7 @@ from .attention import MOST_QUERIES, attend, attend_in_splits, attend_reference,
 from .backend import serves
 from .blocks import Blocks, blocks_in_use
 from .combine import COMBINED, Reader, SplitHeads, combined
+from .pending_norms import PendingNorms
 from .prefill_attention import attend_chunk
 from .spans import SPANS
 
@@ -87,6 +88,7 @@ def attend_by_spans(
     softcap: float | None,
     sinks: Tensor | None,
     reader: Reader = COMBINED,
+    pending: PendingNorms | None = None,
 ) -> Tensor | SplitHeads:
     """Compute attention under spans. There is no other way to: most of the cache may not even be mapped to memory.
 
@@ -99,7 +101,7 @@ def attend_by_spans(
         return attend_chunk(query, key, value, spans, scaling, softcap, sinks).flatten(2)
     if serves(query.device) and not fits(query, key, value, spans):
         raise ValueError(f"the kernel cannot take queries {tuple(query.shape)} and values {tuple(value.shape)}")
-    return attend_in_splits(query, key, value, spans, scaling, softcap, sinks, reader=reader)
+    return attend_in_splits(query, key, value, spans, scaling, softcap, sinks, None, reader, pending)
 
 
 _allowed_keys: ContextVar[set[int] | None] = ContextVar("allowed_keys", default=None)  # addresses of their memory

@@ -1,7 +1,8 @@
 """q, k and v of few tokens in one launch: norm, product, rotary embedding, and the write to the KV cache.
 
 A program has rows of W whose dimensions are rotated together: i of a head, and i + D/2 of the same head. What it
-computes it rotates in registers, and stores queries for attention, keys and values in their slots.
+computes it rotates in registers, and stores queries for attention, keys and values in their slots. Norms of heads are
+left to attention in part (`pending_norms.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .backend import (
     constexpr,
     dependent_launch,
     launch_dependents,
+    power_of_two,
     tl,
     triton,
     varying,
@@ -30,7 +32,8 @@ from .gemv_rows import constants_of_rows, product_of_rows
 from .linear import Plan
 from .norm import Norm
 from .packed import Packed
-from .rotary import Slots
+from .pending_norms import DIMENSIONS, PendingNorms
+from .rotary import HeadNorm, Slots
 from .rotation import HALVES, Rotation, rounds_once
 from .tile_fragments import ROWS_OF_W
 from .tile_rotary import rotary_tile_kernel, turned
@@ -45,13 +48,22 @@ class Turn(NamedTuple):
     slots: Slots
     size: int  # D
     rotation: Rotation | None = HALVES
+    norm: HeadNorm | None = None  # of the heads of q and k
+
+
+class Queries(NamedTuple):
+    """The rotated queries [B, Hq, Q, D], and what is missing of the norms of heads."""
+
+    query: Tensor
+    pending: PendingNorms | None = None
 
 
 def rotary_fits(x: Tensor, turn: Turn) -> bool:
     """Return whether the kernel can rotate q and k of x [B, Q, K] so, and write to this cache."""
-    cos, sin, (keys, values, places), size, rotation = turn
+    cos, sin, (keys, values, places), size, rotation, norm = turn
     return (
-        rotation == HALVES
+        (norm is None or _norm_fits(x, norm, keys, size))
+        and rotation == HALVES
         and cos.shape[-1] == size
         and cos.dtype in (x.dtype, torch.float32)
         and can_run(cos, sin)
@@ -61,19 +73,22 @@ def rotary_fits(x: Tensor, turn: Turn) -> bool:
     )
 
 
-def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm: Norm, turn: Turn) -> Tensor:
+def _norm_fits(x: Tensor, norm: HeadNorm, keys: Tensor, size: int) -> bool:
+    """Return whether attention can finish the norms of heads: those of one token, whose parts are powers of two."""
+    whole = size >= DIMENSIONS and size == power_of_two(size)
+    return x.numel() == x.shape[-1] and whole and not norm.form.centred and can_run(x, norm.query, norm.key)
+
+
+def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm: Norm | None, turn: Turn) -> Queries:
     """Compute q, k and v, rotate q and k, write keys and values to the cache, and return the queries.
 
     Args:
         x: [B, Q, K], few tokens.
         weight: [N, K]: the rows of all query heads, all key heads, all value heads.
         bias: [N] or None.
-        plan: for which the product `fits`.
+        plan: for which the product `fits`; one of tiles, if heads have norms.
         norm: of x.
         turn: for which `rotary_fits`.
-
-    Returns:
-        The rotated queries [B, Hq, Q, D].
     """
     batch, tokens, depth = x.shape
     (keys, values, places), size = turn.slots, turn.size
@@ -84,6 +99,10 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     flat, tables = x.reshape(-1, depth), (*cos.stride()[:2], *sin.stride()[:2])
     places_of_all = (*tables, *out.stride()[:3], *keys.stride()[:3], *values.stride()[:3], places.stride(0))
     rotated = cos, sin, out, keys, values, places, heads, shared, tokens, *places_of_all
+    pending = None
+    if turn.norm is not None:
+        squares = x.new_empty((heads + shared, size // DIMENSIONS), dtype=torch.float32)
+        pending = PendingNorms(squares, turn.norm.eps, places)
     options = {
         **dict(HEAD_HALF=size // 2, ONCE=rounds_once(turn.rotation, cos, x.dtype)),
         **dependent_launch(x.device, next=LATE),
@@ -91,13 +110,17 @@ def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm
     if plan.spans > 0:
         arguments, constants = tile_arguments(flat, x.dtype, weight, plan, norm)
         tiles = triton.cdiv(weight.shape[0], ROWS_OF_W)
+        normed = (out, out, out) if turn.norm is None else (turn.norm.query, turn.norm.key, squares)
         rotary_tile_kernel[(tiles,)](
-            *arguments, weight.data if bias is None else bias, *rotated, BIAS=bias is not None, **constants, **options
-        )
+            *arguments, weight.data if bias is None else bias, *rotated, *normed, BIAS=bias is not None,
+            HEAD_NORM=turn.norm is not None, HEAD_OFFSET=0.0 if turn.norm is None else turn.norm.form.offset,
+            **constants, **options,
+        )  # fmt: skip
     else:
+        assert turn.norm is None
         arguments, constants = kernel_arguments(flat, weight, bias, plan, norm)
         _rotary_gemv_kernel[(triton.cdiv(weight.shape[0], plan.strip),)](*arguments, *rotated, **constants, **options)
-    return out
+    return Queries(out, pending)
 
 
 @varying(

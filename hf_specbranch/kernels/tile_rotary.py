@@ -54,9 +54,14 @@ def rotary_tile_kernel(
     values_head: Value,
     values_slot: Value,
     places_row: Value,
+    query_weight: Value,
+    key_weight: Value,
+    squares: Value,
     BIAS: constexpr,
     HEAD_HALF: constexpr,
     ONCE: constexpr,
+    HEAD_NORM: constexpr,
+    HEAD_OFFSET: constexpr,
     NORM: constexpr,
     OFFSET: constexpr,
     FLOAT16: constexpr,
@@ -90,6 +95,9 @@ def rotary_tile_kernel(
     pair = tile * 8 + place
     head, low = pair // HEAD_HALF, pair % HEAD_HALF
     is_query, is_key = head < heads, (head >= heads) & (head < heads + shared)
+    if HEAD_NORM:
+        weight = tl.where(is_query, query_weight, key_weight) + low
+        scales = load_here(weight, is_query | is_key, PLAIN), load_here(weight + HEAD_HALF, is_query | is_key, PLAIN)
     wait_for_dependencies(PDL)
     after = zero_after_wait(PDL)
     warp, g, q = places(WARPS)
@@ -122,6 +130,12 @@ def rotary_tile_kernel(
         one, two = one.to(out.dtype.element_ty), two.to(out.dtype.element_ty)
         cos_one, cos_two, sin_one, sin_two = angles[odd]
         turns = is_query | is_key
+        if HEAD_NORM:  # but for the division by the root mean square; see `pending_norms.py`
+            wide_one, wide_two = one.to(tl.float32), two.to(tl.float32)
+            square = tl.sum(wide_one * wide_one + wide_two * wide_two, 0)
+            tl.store(squares + tile + tl.arange(0, 1), square, mask=tile * 8 < (heads + shared) * HEAD_HALF)
+            one = tl.where(turns, wide_one * (scales[0].to(tl.float32) + HEAD_OFFSET), wide_one).to(one.dtype)
+            two = tl.where(turns, wide_two * (scales[1].to(tl.float32) + HEAD_OFFSET), wide_two).to(two.dtype)
         first = tl.where(turns, turned(one, two, cos_one, sin_one, -1.0, ONCE), one)
         second = tl.where(turns, turned(two, one, cos_two, sin_two, 1.0, ONCE), two)
         row = _rows_of_x(odd, ROWS)
