@@ -80,17 +80,44 @@ def test_plans_are_chosen_by_the_time_of_a_pass():
     assert all(plan.spans * 128 * plan.warps >= 2048 for plan in rows[0] if plan.stages) and None in rows[1]
 
 
+def test_plans_of_several_tokens_are_chosen_apart():
+    """Layers of any width have some to begin with, and no thread has more of W and x than its registers."""
+    products = ("9728x896|gated", "896x4864|split-k", "1152x896|split-k", "3072x2048|split-k", "151936x896|whole")
+    used = [f"H|bfloat16|16|{each}" for each in products]
+    assert choose_plans.wide_plans(used) == {}  # this model is narrow
+    for tokens, rows in ((2, 4), (4, 4), (5, 8), (8, 8)):
+        plans = choose_plans.wide_plans(used, tokens)
+        kinds = ("9728x896|normed-gated", "896x4864|whole", "1152x896|normed")
+        assert list(plans) == [f"H|bfloat16 dense|{rows} rows|{each}" for each in kinds]
+        for key, plan in plans.items():
+            tried = choose_plans.candidates(key)
+            assert plan in tried and len(tried) > 8
+            assert all(2 * each.spans * (16 + rows) * each.warps <= 2048 and each.spans * rows <= 32 for each in tried)
+
+
+@pytest.mark.parametrize("tokens", ["0", "9", "four"])
+def test_plans_are_for_one_to_eight_tokens(tokens, capsys):
+    with pytest.raises(SystemExit):
+        choose_plans.main(["--tokens", tokens])
+    assert "argument --tokens: invalid" in capsys.readouterr().err
+
+
 def test_plans_are_chosen_on_a_gpu_only(capsys):
     with pytest.raises(SystemExit):
         choose_plans.main(["--device", "cpu"])
     assert "on CUDA devices only" in capsys.readouterr().err
 
 
-def test_a_model_without_plans_is_timed_all_the_same(target, graph_runners, monkeypatch):
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_model_without_plans_is_timed_all_the_same(target, graph_runners, monkeypatch, tokens):
     """As on a CPU, where no product has a plan."""
     monkeypatch.setattr(choose_plans.autotune, "plans", shipped := choose_plans.autotune.plans)
-    before, after, plans = choose_plans.choose(target, "target", wide=True, limit=1.0)
+    read = []
+    hook = target.get_input_embeddings().register_forward_hook(lambda _, given, out: read.append(given[0].shape[1]))
+    before, after, plans = choose_plans.choose(target, "target", wide=True, limit=1.0, queries=tokens)
+    hook.remove()
     assert before > 0 < after and plans == {} and choose_plans.autotune.plans is not shipped
+    assert read[-1] == tokens
 
 
 @pytest.mark.gpu

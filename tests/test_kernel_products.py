@@ -314,7 +314,7 @@ def test_shipped_plans_fit():
         if form:  # a copy of a draft, dense layers, or a published format
             four_bits, eight_bits = "offset-k-g128x1-none-bfloat16", "float8-k-g128x128-none-float32"
             copied = f"float8-k-g{depth}x1-none-bfloat16"
-            assert form in ("dense", copied, four_bits, eight_bits) and rows in ("1 rows", "4 rows")
+            assert form in ("dense", copied, four_bits, eight_bits) and rows in ("1 rows", "4 rows", "8 rows")
             pays = min(columns, depth) <= WIDEST or form in ("dense", four_bits)
             by_tiles = plan.spans > 0 and plan.warps in WARPS and pays
             assert by_tiles or (form != "dense" and plan._replace(next=0) in (*GEMV_PLANS, *QUANTISED_PLANS))
@@ -362,13 +362,13 @@ def test_gated_product_is_autotuned(no_plans):
 @pytest.mark.gpu
 def test_products_of_one_row_are_autotuned_with_what_is_fused(no_plans):
     weights = [torch.randn((1152, 896), device="cuda", dtype=torch.bfloat16) for _ in range(10)]
-    plan = autotune_fused(weights[0], "normed", lambda: weights)
+    plan = autotune_fused(weights[0], 1, "normed", lambda: weights)
     assert plan is not None and list(read_plans(no_plans.file).values()) == [plan]
-    assert autotune_fused(weights[0], "normed", lambda: pytest.fail("measured again")) == plan
+    assert autotune_fused(weights[0], 1, "normed", lambda: pytest.fail("measured again")) == plan
     assert Tuned().fused(weights[0].new_ones((1, 1, 896)), weights[0], "normed") == plan
-    assert Tuned().fused(weights[0].new_ones((1, 2, 896)), weights[0], "normed") is None  # two rows are slower so
+    assert Tuned().fused(weights[0].new_ones((1, 2, 896)), weights[0], "normed") is None  # no plan is shipped
     wide = torch.randn((WIDEST + 128, WIDEST + 128), device="cuda", dtype=torch.bfloat16)
-    assert autotune_fused(wide, "normed", lambda: pytest.fail("measured")) is None
+    assert autotune_fused(wide, 1, "normed", lambda: pytest.fail("measured")) is None
 
 
 def test_substitute_down_weights_cost_no_memory():

@@ -1,15 +1,17 @@
-"""Choose the plans of a model's products by the time of whole passes over one token, one product after the other.
+"""Choose the plans of a model's products by the time of whole passes over few tokens, one product after the other.
 
 python examples/benchmarks/choose_plans.py --model smollm3-3b --wide --device cuda --dtype bfloat16
 python examples/benchmarks/choose_plans.py --model llama3.1-8b --variant int4 --seconds 300 --json plans.json
+python examples/benchmarks/choose_plans.py --model llama3.2-1b --wide --tokens 4 --seconds 300 --json plans.json
 
 What a product takes alone says little of what it takes in a layer, where the next kernel starts before it ends. So each
 plan is tried in a captured pass, together with when the next kernel may start and how many registers a thread may have.
 A plan is taken if the pass is 0.3% faster twice. Entries of the result can be added to `kernels/products.json`. The
 weights are random, so times say nothing about texts. It needs CUDA.
 
-With `--wide`, dense layers more than 1,024 wide also run with norms and sums in their products. Compare the last time
-with that of a run without.
+With `--wide`, dense layers more than 1,024 wide also run with norms and sums in their products; in passes over several
+tokens all dense layers do. Compare the last time with that of a run without. Plans for two to four tokens are the same,
+and so are those for five to eight: choose them with `--tokens 4` and `--tokens 8`.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from hf_specbranch.bench.shapes import config_of
 from hf_specbranch.bench.timing import timed
 from hf_specbranch.decoding.draft_copy import DraftForm, copy_of
 from hf_specbranch.kernels import autotune
-from hf_specbranch.kernels.autotune import PlanCache, without_versions
+from hf_specbranch.kernels.autotune import PlanCache, alike_rows, without_versions
 from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
 from hf_specbranch.kernels.gemv import GEMV_PLANS
 from hf_specbranch.kernels.linear import BLOCK, PLANS, Plan
 from hf_specbranch.kernels.parallel_build import ABOUT_NOISE, ParallelBuilder, dry_run
 from hf_specbranch.kernels.tile_fragments import ROWS_OF_W
-from hf_specbranch.kernels.tile_plans import WIDEST, needed
+from hf_specbranch.kernels.tile_plans import MOST_ROWS, MOST_STATES, WIDEST, needed
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -98,7 +100,20 @@ def candidates(key: str) -> list[Plan | None]:
         if whole <= 8:
             by_tiles += [Plan(1, programs, ROWS_OF_W, warps, whole) for programs in (0, *PROGRAMS)]
         by_tiles += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in (1, 2, 4) if spans < whole]
+    by_tiles = [plan for plan in by_tiles if registers_suffice(plan, kept, int(rows.removesuffix(" rows")))]
     return [*by_tiles, *(GEMV_PLANS if not kept.endswith(" dense") else ())]
+
+
+def registers_suffice(plan: Plan, kept: str, rows: int) -> bool:
+    """Return whether a thread can have W and several rows of x in registers; for one row all plans are tried.
+
+    Example:
+        >>> [registers_suffice(Plan(1, 0, 16, 8, 6), "bfloat16 dense", rows) for rows in (1, 4, 8)]
+        [True, True, False]
+    """
+    states, words = plan.spans * 2 * rows, plan.spans * 2 * (16 if kept.endswith(" dense") else 8)
+    most = min(255, (1 << 16) // (32 * plan.warps))  # of one thread, and of the threads of a multiprocessor
+    return rows == 1 or (states <= MOST_STATES and states + words <= most)
 
 
 def launches(plan: Plan | None) -> list[Plan | None]:
@@ -109,8 +124,10 @@ def launches(plan: Plan | None) -> list[Plan | None]:
     return [*starts, *(plan._replace(registers=most) for most in (0, *REGISTERS) if plan.spans > 0)]
 
 
-def wide_plans(used: Sequence[str]) -> Plans:
+def wide_plans(used: Sequence[str], rows: int = 1) -> Plans:
     """Return plans by which wide dense layers compute norms and sums in their products, given what they use without.
+
+    Layers of any width get plans for several rows: only one row is autotuned in narrow ones.
 
     Example:
         >>> products = ("8192x2048|gated", "2048x4096|split-k", "32000x2048|whole")
@@ -120,15 +137,18 @@ def wide_plans(used: Sequence[str]) -> Plans:
         GPU|bfloat16 dense|1 rows|2048x4096|whole (1, 0, 16, 8, 4, 0, 0)
     """
     plans: Plans = {}
+    most = alike_rows(rows)
     widths = {name.split("|")[3].split("x")[1] for name in used if name.endswith("|gated")}
     for name in used:
-        gpu, dtype, rows, shape, kind = name.split("|")
+        gpu, dtype, alike, shape, kind = name.split("|")
         columns, depth = shape.split("x")
-        if rows != "16" or kind == "whole" or not widths & {columns, depth} or min(int(columns), int(depth)) <= WIDEST:
+        autotuned = rows == 1 and min(int(columns), int(depth)) <= WIDEST
+        if alike != "16" or kind == "whole" or not widths & {columns, depth} or autotuned:
             continue
         fused = "normed-gated" if kind == "gated" else "whole" if columns in widths else "normed"
-        spans = min(8, needed(int(depth), 8))
-        plans[f"{gpu}|{dtype} dense|1 rows|{shape}|{fused}"] = Plan(1, 0, ROWS_OF_W, 8, spans)
+        kept, plan = f"{dtype} dense", Plan(1, 0, ROWS_OF_W, 8, min(8, needed(int(depth), 8)))
+        plan = plan if registers_suffice(plan, kept, most) else plan._replace(spans=2)
+        plans[f"{gpu}|{kept}|{most} rows|{shape}|{fused}"] = plan
     return plans
 
 
@@ -177,10 +197,13 @@ def search(
 
 
 @torch.no_grad()
-def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, float, Plans]:
-    """Return the seconds of a pass by shipped or autotuned plans, those by the chosen plans, and these."""
+def choose(model: Any, role: str, wide: bool, limit: float, queries: int = 1) -> tuple[float, float, Plans]:
+    """Return the seconds of a pass by shipped or autotuned plans, those by the chosen plans, and these.
+
+    The pass has `queries` tokens, one after the other.
+    """
     autotune.plans = chosen = Chosen(autotune.plans.shipped)
-    device, total = model.device, CONTEXT + 1
+    device, total = model.device, CONTEXT + queries
     tokens, columns = tokens_and_columns(model, total)
     last = columns[:, CONTEXT:]
     with runner_for(model, role, rows=1, slots=total, runtime="graph", kernels=True) as runner:
@@ -210,7 +233,7 @@ def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, floa
 
         before = seconds()  # autotunes what has no plan
         if wide:
-            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked)), **chosen.shipped})
+            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked), queries), **chosen.shipped})
         chosen.shipped.asked.clear()
         seconds()
         keys = sorted(key for key in chosen.shipped.asked if key in chosen.shipped and key.split("|")[2] != "32")
@@ -224,6 +247,10 @@ def main(argv: list[str] | None = None) -> None:
     kinds = [*VARIANTS, "draft"]
     parser.add_argument("--variant", default="dense", choices=kinds, help='"draft": an FP8 copy with a shortlist')
     parser.add_argument("--wide", action="store_true", help="norms and sums in the products of wide dense layers")
+    few = range(1, MOST_ROWS + 1)
+    parser.add_argument(
+        "--tokens", type=int, default=1, choices=few, metavar="N", help="in a pass: 1 to 8 (default: 1)"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="end the search after this (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
@@ -235,7 +262,8 @@ def main(argv: list[str] | None = None) -> None:
     model = random_model(config_of(args.model), device, getattr(torch, args.dtype))
     model = copy_of(model, DraftForm("float8", SHORTLIST)) if args.variant == "draft" else VARIANTS[args.variant](model)
     limit = token_cost(model).bytes / copy_bandwidth(device)
-    before, after, plans = choose(model, "draft" if args.variant == "draft" else "target", args.wide, args.seconds)
+    role = "draft" if args.variant == "draft" else "target"
+    before, after, plans = choose(model, role, args.wide, args.seconds, args.tokens)
     for key, plan in plans.items():
         print(f"{json.dumps(key)}: {json.dumps(plan)}")
     for name, took in (("before", before), ("chosen", after)):

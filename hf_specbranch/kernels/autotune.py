@@ -175,14 +175,13 @@ def autotune_quantised(
         product: computes norm(x) W^T for one of the weights, by a plan.
         find_weights: returns all weights of one shape and format; called only if a plan is measured.
         candidates: returns the plans to measure for x [rows, K], these weights and this kind.
-        x: the input, or any tensor of as many rows; 2 to 4 rows share a plan, 5 to 8, 9 to 16, and 17 to 32.
+        x: the input, or any tensor of as many rows; some share a plan, see `alike_rows`.
         name: of the format; part of the key.
         shape: [N, K].
         kind: what the product is for.
     """
     rows, (columns, depth) = x.numel() // x.shape[-1], shape
-    alike = next(most for most in (1, 4, 8, 16, MOST_ROWS) if rows <= most)
-    key = f"{gpu_and_versions(x.device)}|{name_of(x.dtype)} {name}|{alike} rows|{columns}x{depth}|{kind}"
+    key = f"{gpu_and_versions(x.device)}|{name_of(x.dtype)} {name}|{alike_rows(rows)} rows|{columns}x{depth}|{kind}"
     found, plan = plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():
         return plan
@@ -307,6 +306,16 @@ def unit_norm(x: Tensor) -> Norm:
 def _key(weight: Tensor, rows: int, kind: Kind) -> str:
     device, dtype = gpu_and_versions(weight.device), name_of(weight.dtype)
     return f"{device}|{dtype}|{16 if rows <= 16 else 32}|{weight.shape[0]}x{weight.shape[1]}|{kind}"
+
+
+def alike_rows(rows: int) -> int:
+    """Return the most rows of x that share a plan with so many: 1, 2 to 4, 5 to 8, 9 to 16, or 17 to 32.
+
+    Example:
+        >>> [alike_rows(rows) for rows in (1, 2, 4, 5, 8)]
+        [1, 4, 4, 8, 8]
+    """
+    return next(most for most in (1, 4, 8, 16, MOST_ROWS) if rows <= most)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Autotunes products of one row with dense weights, together with what is fused with them: a norm, or a residual."""
+"""Finds plans for products of few rows with dense weights and what is fused with them: a norm, or a residual."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import autotune
-from .autotune import Kind, gpu_and_versions, name_of, seconds_of_each, unit_norm, without_versions
+from .autotune import Kind, alike_rows, gpu_and_versions, name_of, seconds_of_each, unit_norm, without_versions
 from .backend import HALF_PRECISION
-from .few_rows import few_rows
+from .few_rows import MOST_ROWS, few_rows
 from .linear import Plan
 from .norm import Norm
 from .packed import dense
@@ -38,22 +38,24 @@ class _Fused:
         return few_rows(x, dense(weight), None, plan, "silu" if self.kind == "normed-gated" else None, norm)
 
 
-def autotune_fused(weight: Tensor, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
-    """Return the fastest plan for one launch over one row of x; None where there is none.
+def autotune_fused(weight: Tensor, rows: int, kind: Kind, find_weights: Callable[[], Sequence[Tensor]]) -> Plan | None:
+    """Return the plan for one launch over few rows of x; None where there is none.
 
-    Only narrow weights are measured. Wider ones have the plans that are shipped, of models in which they were faster:
-    what a product takes alone says little of what it takes in their layers.
+    Only narrow weights and one row are measured here. Wider ones, and several rows, have the plans that are shipped, of
+    models in which they were faster: what a product takes alone says little of what it takes in their layers.
 
     Args:
         weight: [N, K].
+        rows: of x; some share a plan, see `alike_rows`.
         kind: "normed", "normed-gated", or "whole" for a product to which a residual is added.
         find_weights: returns all weights of this shape; called only if something is measured.
     """
-    if not weight.is_cuda or weight.dtype not in HALF_PRECISION:
+    if not weight.is_cuda or weight.dtype not in HALF_PRECISION or not 0 < rows <= MOST_ROWS:
         return None
     columns, depth = weight.shape
-    key = f"{gpu_and_versions(weight.device)}|{name_of(weight.dtype)} dense|1 rows|{columns}x{depth}|{kind}"
-    if min(weight.shape) > WIDEST:
+    kept, alike = f"{name_of(weight.dtype)} dense", f"{alike_rows(rows)} rows"
+    key = f"{gpu_and_versions(weight.device)}|{kept}|{alike}|{columns}x{depth}|{kind}"
+    if rows > 1 or min(weight.shape) > WIDEST:
         return autotune.plans.shipped.get(without_versions(key))
     found, plan = autotune.plans.find(key)
     if found or torch.cuda.is_current_stream_capturing():

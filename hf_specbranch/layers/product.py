@@ -63,9 +63,14 @@ class Tuned:
         return plan
 
     def fused(self, x: Tensor, weight: Tensor, kind: Kind) -> Plan | None:
-        """Return the plan for one launch of a product and what is fused with it; None where there is none."""
-        one_row = x.is_cuda and x.numel() == x.shape[-1]
-        return autotune_fused(weight, kind, partial(self._alike, weight)) if one_row else None
+        """Return the plan for one launch of a product and what is fused with it; None where there is none.
+
+        Args:
+            x: the input, or any tensor of as many rows.
+            weight: [N, K].
+            kind: what is fused.
+        """
+        return autotune_fused(weight, x.numel() // x.shape[-1], kind, partial(self._alike, weight))
 
     def _alike(self, weight: Tensor) -> list[Tensor]:
         """Return all weights of one shape."""
