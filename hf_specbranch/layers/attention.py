@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention_interface import attend_by_spans, specbranch_attention
-from ..kernels.combine import Reader, SplitHeads
+from ..kernels.combine import Reader, SplitHeads, combined
 from ..kernels.gemv_rotary import Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
@@ -94,7 +94,10 @@ class AttentionForward(Replacement):
         if (around := self.ahead.around) is not None:
             reader = self.output.as_reader(hidden_states)
             heads = self._heads_to_add(query, key, value, attention_mask, reader)
-            return self.output.added(heads, around.residual), None
+            if around.residual is not None:
+                return self.output.added(heads, around.residual), None
+            whole = self.output.one_launch(heads, hidden_states)
+            return self.output(combined(heads)) if whole is None else whole, None
         out = self._attend(query, key, value, attention_mask)
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
@@ -117,11 +120,15 @@ class AttentionForward(Replacement):
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
 
+    def fuses_between(self, x: Tensor) -> bool:
+        return self.output.fuses(x, "whole")
+
     def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots) -> Tensor:
         """Compute q, k and v, write keys and values to the cache, and return the queries."""
-        if (around := self.ahead.around) is not None and self.norm is None and not self.form.by_head:
+        norm = None if self.ahead.around is None else self.ahead.around.norm
+        if norm is not None and self.norm is None and not self.form.by_head:
             turn = Turn(cos, sin, slots, self.size, self.form.rotation)
-            if (rotated := self.inputs.rotated(hidden_states, around.norm, turn)) is not None:
+            if (rotated := self.inputs.rotated(hidden_states, norm, turn)) is not None:
                 return rotated
         query, key, value = self._heads(hidden_states, whole=False)
         dtype = hidden_states.dtype
@@ -130,9 +137,13 @@ class AttentionForward(Replacement):
 
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
-        if self.ahead.around is not None:
-            product: Tensor | Partials = self.inputs.normed(hidden_states, self.ahead.around.norm)
-        else:
+        around = self.ahead.around
+        product: Tensor | Partials | None = None
+        if around is not None and around.norm is not None:
+            product = self.inputs.normed(hidden_states, around.norm)
+        elif around is not None:
+            product = self.inputs.one_launch(hidden_states, hidden_states)
+        if product is None:
             product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
         if self.width_norms:
             product = norm_widths(product, *self.width_norms)
