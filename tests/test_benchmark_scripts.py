@@ -77,7 +77,8 @@ def test_plans_are_chosen_by_the_time_of_a_pass():
     assert plans[first]._replace(spans=4) == wanted and plans[second] is None
     assert choose_plans.search(plans, [first], seconds, 0.0) == 3.0  # no time to try anything
     rows = [choose_plans.candidates(key) for key in (first, second)]
-    assert all(plan.spans * 128 * plan.warps >= 2048 for plan in rows[0] if plan.stages) and None in rows[1]
+    assert all(plan.spans * 128 * plan.warps >= 2048 for plan in rows[0] if plan and plan.stages)
+    assert None in rows[0] and None in rows[1]
 
 
 def test_plans_are_chosen_on_a_gpu_only(capsys):

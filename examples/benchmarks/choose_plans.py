@@ -40,6 +40,7 @@ from hf_specbranch.kernels.linear import BLOCK, PLANS, Plan
 from hf_specbranch.kernels.parallel_build import ABOUT_NOISE, ParallelBuilder, dry_run
 from hf_specbranch.kernels.tile_fragments import ROWS_OF_W
 from hf_specbranch.kernels.tile_plans import WIDEST, needed
+from hf_specbranch.layers.decoder_layer import structures_of
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -86,6 +87,8 @@ def candidates(key: str) -> list[Plan | None]:
     Example:
         >>> [plan.splits for plan in candidates("GPU|bfloat16|16|64x128|split-k") if plan is not None]
         [1, 1, 1]
+        >>> None in candidates("GPU|bfloat16 dense|1 rows|4096x2560|whole")  # fused with nothing
+        True
     """
     _gpu, kept, rows, shape, kind = key.split("|")
     _columns, depth = map(int, shape.split("x"))
@@ -98,7 +101,7 @@ def candidates(key: str) -> list[Plan | None]:
         if whole <= 8:
             by_tiles += [Plan(1, programs, ROWS_OF_W, warps, whole) for programs in (0, *PROGRAMS)]
         by_tiles += [Plan(1, 0, ROWS_OF_W, warps, spans) for spans in (1, 2, 4) if spans < whole]
-    return [*by_tiles, *(GEMV_PLANS if not kept.endswith(" dense") else ())]
+    return [None, *by_tiles] if kept.endswith(" dense") else [*by_tiles, *GEMV_PLANS]
 
 
 def launches(plan: Plan | None) -> list[Plan | None]:
@@ -109,8 +112,10 @@ def launches(plan: Plan | None) -> list[Plan | None]:
     return [*starts, *(plan._replace(registers=most) for most in (0, *REGISTERS) if plan.spans > 0)]
 
 
-def wide_plans(used: Sequence[str]) -> Plans:
+def wide_plans(used: Sequence[str], four_norms: bool = False) -> Plans:
     """Return plans by which wide dense layers compute norms and sums in their products, given what they use without.
+
+    Where layers have four norms, gate and up normalise their input, and the other products do not.
 
     Example:
         >>> products = ("8192x2048|gated", "2048x4096|split-k", "32000x2048|whole")
@@ -118,6 +123,13 @@ def wide_plans(used: Sequence[str]) -> Plans:
         ...     print(name, tuple(plan))
         GPU|bfloat16 dense|1 rows|8192x2048|normed-gated (1, 0, 16, 8, 2, 0, 0)
         GPU|bfloat16 dense|1 rows|2048x4096|whole (1, 0, 16, 8, 4, 0, 0)
+        >>> products = ("20480x2560|gated", "4096x2560|split-k", "2560x2048|split-k", "2560x10240|split-k")
+        >>> for name in wide_plans([f"GPU|bfloat16|16|{each}" for each in products], four_norms=True):
+        ...     print(name)
+        GPU|bfloat16 dense|1 rows|20480x2560|normed-gated
+        GPU|bfloat16 dense|1 rows|4096x2560|whole
+        GPU|bfloat16 dense|1 rows|2560x2048|whole
+        GPU|bfloat16 dense|1 rows|2560x10240|whole
     """
     plans: Plans = {}
     widths = {name.split("|")[3].split("x")[1] for name in used if name.endswith("|gated")}
@@ -126,7 +138,7 @@ def wide_plans(used: Sequence[str]) -> Plans:
         columns, depth = shape.split("x")
         if rows != "16" or kind == "whole" or not widths & {columns, depth} or min(int(columns), int(depth)) <= WIDEST:
             continue
-        fused = "normed-gated" if kind == "gated" else "whole" if columns in widths else "normed"
+        fused = "normed-gated" if kind == "gated" else "whole" if four_norms or columns in widths else "normed"
         spans = min(8, needed(int(depth), 8))
         plans[f"{gpu}|{dtype} dense|1 rows|{shape}|{fused}"] = Plan(1, 0, ROWS_OF_W, 8, spans)
     return plans
@@ -210,7 +222,8 @@ def choose(model: Any, role: str, wide: bool, limit: float) -> tuple[float, floa
 
         before = seconds()  # autotunes what has no plan
         if wide:
-            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked)), **chosen.shipped})
+            four_norms = any(found.has_four_norms for each in model.modules() for found in structures_of(each))
+            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked), four_norms), **chosen.shipped})
         chosen.shipped.asked.clear()
         seconds()
         keys = sorted(key for key in chosen.shipped.asked if key in chosen.shipped and key.split("|")[2] != "32")
