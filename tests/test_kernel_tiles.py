@@ -353,9 +353,9 @@ def test_products_are_launched_as_plans_say(monkeypatch):
 
 
 @where_triton_runs
-@pytest.mark.parametrize(("size", "stages"), [(64, 3), (96, 2), (128, 2), (256, 3)])
+@pytest.mark.parametrize(("size", "stages"), [(64, 3), (96, 2), (128, 2), (192, 2), (256, 2)])
 def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypatch, size, stages):
-    """With three stages it would take over 48 KiB of shared memory. Small heads take less, large ones need them."""
+    """With three stages it would take over 48 KiB of shared memory. Small heads take less."""
     torch.manual_seed(0)
     taken, built, kernel = [], [], attention._split_kernel
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
@@ -378,7 +378,7 @@ def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypat
     assert_close(combined(in_splits), combined(usual))
     assert taken == [3, stages]
     if DEVICE == "cuda":
-        assert (built[1].metadata.shared <= 48 << 10) == (size <= 128)
+        assert built[1].metadata.shared <= 48 << 10
     assert usual.sums.shape[3] == attention.MOST_SPLITS and in_splits.sums.shape[3] == MOST_FOR_PRODUCT
 
 

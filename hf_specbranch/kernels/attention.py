@@ -37,6 +37,7 @@ from .pending_norms import PendingNorms, finish_key, head_factors
 from .spans import SPANS, blocks_of_spans, splits_in_use
 
 MOST_QUERIES = 64
+LEAST_TILE = 16  # queries of a program, those of all heads that share a key
 MOST_SPLITS = 64
 BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
 # Stages of the pipeline. With three, two programs fit on a multiprocessor, so one loads while the other begins or ends.
@@ -44,7 +45,8 @@ BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
 STAGES, STAGES_WITH_MASK = 3, 5
 # Where the next product needs the L1 cache, two stages. Three take more than 48 KiB of shared memory. For such a kernel
 # a multiprocessor has little L1, until all its programs have ended, those of a product that starts early included. On
-# an H200 one token of Qwen3-0.6B took 0.57 ms with two stages and 0.70 ms with three, Phi-3-mini 2.26 and 3.24 ms.
+# an H200 one token of Qwen3-0.6B took 0.57 ms with two stages and 0.70 ms with three, Phi-3-mini 2.26 and 3.24 ms. With
+# heads of more than 128 dimensions two take 41 KiB, since their blocks are smaller; that was not yet compared on a GPU.
 STAGES_BESIDE_PRODUCT, SMALL_HEAD = 2, 64  # with heads of 64 dimensions three stages take 36 KiB
 LEAST, LEAST_FOR_PRODUCT = 2, 4  # blocks of a split where there are many; see `splits_in_use`
 PROGRAMS, PROGRAMS_WITH_MASK = 2, 1  # of a multiprocessor at a time, for which the keys are split
@@ -113,7 +115,7 @@ def attend_in_splits(
     by_spans = mask is not None and mask.dtype == SPANS
     packed = heads // key_heads * queries
     exact = query.dtype == torch.float32
-    tile = min(power_of_two(packed, 16), 16 if exact else 64 if size <= 128 else 32)
+    tile = min(power_of_two(packed, LEAST_TILE), LEAST_TILE if exact else 64 if size <= 128 else 32)
     tiles = triton.cdiv(packed, tile)
     if by_spans:
         listed, number, block = mask, mask, block_size(query)
@@ -125,7 +127,7 @@ def attend_in_splits(
     splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
     splits, least = (min(splits, MOST_FOR_PRODUCT), LEAST_FOR_PRODUCT) if reader.combines else (splits, LEAST)
     # Two stages for more queries would fit too (44 KiB), but were not compared.
-    leaves_l1 = reader.needs_l1 and SMALL_HEAD < size <= 2 * SMALL_HEAD and tile <= 16
+    leaves_l1 = reader.needs_l1 and size > SMALL_HEAD and tile <= 16
     stages = STAGES_BESIDE_PRODUCT if leaves_l1 else STAGES
     if splits == 1:  # there is nothing to combine
         results = sums = query.new_empty((rows, queries, 1, heads * size))

@@ -76,6 +76,23 @@ def wide(words: Value, half: constexpr, BFLOAT16: constexpr) -> Value:
 
 
 @jit
+def numbers(words: Value, FLOAT16: constexpr) -> Value:
+    """Return the four numbers of two words in float32."""
+    one, two = words
+    BFLOAT16: tl.constexpr = not FLOAT16
+    return wide(one, 0, BFLOAT16), wide(one, 1, BFLOAT16), wide(two, 0, BFLOAT16), wide(two, 1, BFLOAT16)
+
+
+@jit
+def scale_to_half(largest: Value, WARPS: constexpr) -> Value:
+    """Return the power of two that brings the largest of a warp to between 2^14 and 2^15, and what undoes it."""
+    exponent = tl.max(tl.reshape(largest.to(tl.int32, bitcast=True), (WARPS, 32)), 1) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 15), 254)
+    exponent = tl.reshape(tl.broadcast_to(exponent[:, None], (WARPS, 32)), (WARPS * 32,))
+    return number((268 - exponent) << 23), number((exponent - 14) << 23)
+
+
+@jit
 def narrow(low: Value, high: Value, BFLOAT16: constexpr, PLAIN: constexpr) -> Value:
     """Round two float32 numbers to half precision, in one word."""
     DTYPE: tl.constexpr = tl.bfloat16 if BFLOAT16 else tl.float16

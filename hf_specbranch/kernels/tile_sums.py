@@ -8,8 +8,7 @@ at hand. So x takes few registers, and each of its elements is loaded once by a 
 from __future__ import annotations
 
 from .backend import Value, constexpr, jit, tl
-from .gemv_loads import number
-from .tile_fragments import codes_base, elements_of_tile, multiply_tile, narrow, wide
+from .tile_fragments import codes_base, elements_of_tile, multiply_tile, narrow, numbers, scale_to_half
 from .tile_loads import load_right, load_rows
 
 
@@ -38,10 +37,10 @@ def right_operands(
     largest = tl.zeros_like(square)
     products: Value = ()
     for i in tl.static_range(len(states)):
-        parts = _numbers(states[i], FLOAT16)
+        parts = numbers(states[i], FLOAT16)
         if NORM:
             square += parts[0] * parts[0] + parts[1] * parts[1] + parts[2] * parts[2] + parts[3] * parts[3]
-            factors = _numbers(gain[i], FLOAT16)
+            factors = numbers(gain[i], FLOAT16)
             parts = (
                 parts[0] * (factors[0] + OFFSET), parts[1] * (factors[1] + OFFSET),
                 parts[2] * (factors[2] + OFFSET), parts[3] * (factors[3] + OFFSET),
@@ -59,10 +58,7 @@ def right_operands(
             else:
                 right += (states[i],)
     else:
-        exponent = tl.max(tl.reshape(largest.to(tl.int32, bitcast=True), (WARPS, 32)), 1) >> 23
-        exponent = tl.minimum(tl.maximum(exponent, 15), 254)
-        exponent = tl.reshape(tl.broadcast_to(exponent[:, None], (WARPS, 32)), (WARPS * 32,))
-        scale, unscaled = number((268 - exponent) << 23), number((exponent - 14) << 23)
+        scale, unscaled = scale_to_half(largest, WARPS)
         # With 4 bits: elements 0 and 4 of a word, then 1 and 5, whose codes are 16 times as large.
         later = scale * (0.0625 if BITS == 4 else 1.0)
         for i in tl.static_range(len(states)):
@@ -72,14 +68,6 @@ def right_operands(
             low = narrow(one * scale, two * scale, False, PLAIN)
             right += ((low, narrow(three * later, four * later, False, PLAIN)),)
     return right, square, unscaled
-
-
-@jit
-def _numbers(words: Value, FLOAT16: constexpr) -> Value:
-    """Return the four numbers of two words in float32."""
-    one, two = words
-    BFLOAT16: tl.constexpr = not FLOAT16
-    return wide(one, 0, BFLOAT16), wide(one, 1, BFLOAT16), wide(two, 0, BFLOAT16), wide(two, 1, BFLOAT16)
 
 
 @jit
@@ -222,7 +210,7 @@ def sums_of_threads(sums: Value, ROWS: constexpr, WARPS: constexpr, NARROW: cons
         parts: Value = ()
         for i in tl.static_range(4):
             parts += (tl.reshape(sums[i], SHAPE),)
-        return tl.reduce(tl.reduce(parts, 2, _add_four), 0, _add_four)
+        return tl.reduce(tl.reduce(parts, 2, add_four), 0, add_four)
 
 
 @jit
@@ -231,7 +219,7 @@ def _add_two(a: Value, b: Value, other_a: Value, other_b: Value) -> Value:
 
 
 @jit
-def _add_four(
+def add_four(
     a: Value, b: Value, c: Value, d: Value, other_a: Value, other_b: Value, other_c: Value, other_d: Value
 ) -> Value:
     return a + other_a, b + other_b, c + other_c, d + other_d

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.attention import LEAST_TILE
 from ..kernels.attention_interface import attend_by_spans, specbranch_attention
-from ..kernels.combine import Reader, SplitHeads
-from ..kernels.gemv_rotary import Turn
+from ..kernels.combine import Reader, SplitHeads, combined
+from ..kernels.gemv_rotary import Queries, Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
 from ..kernels.rotary import HeadNorm, Slots, rotary
@@ -79,9 +80,10 @@ class AttentionForward(Replacement):
         cos, sin = position_embeddings
         layer, dtype = self.module.layer_idx, hidden_states.dtype
         cache = past_key_values if layer_past is None else layer_past
-        slots = slots_of(cache, layer)
+        slots, pending = slots_of(cache, layer), None
+        by_spans = attention_mask is not None and attention_mask.dtype == SPANS
         if slots is not None:
-            query = self._write_to_cache(hidden_states, cos, sin, slots)
+            query, pending = self._write_to_cache(hidden_states, cos, sin, slots, by_spans)
             shown = cache.layers[layer].address.shown
             key, value = slots.keys[:, :, :shown], slots.values[:, :, :shown]
         else:
@@ -93,8 +95,11 @@ class AttentionForward(Replacement):
                 key, value = cache.update(key, value, layer)
         if (around := self.ahead.around) is not None:
             reader = self.output.as_reader(hidden_states)
-            heads = self._heads_to_add(query, key, value, attention_mask, reader)
-            return self.output.added(heads, around.residual), None
+            heads = self._heads_to_add(Queries(query, pending), key, value, attention_mask, reader)
+            if around.residual is not None:
+                return self.output.added(heads, around.residual), None
+            whole = self.output.one_launch(heads, hidden_states)
+            return self.output(combined(heads)) if whole is None else whole, None
         out = self._attend(query, key, value, attention_mask)
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
@@ -106,33 +111,50 @@ class AttentionForward(Replacement):
         return out
 
     def _heads_to_add(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, reader: Reader
+        self, queries: Queries, key: Tensor, value: Tensor, mask: Tensor | None, reader: Reader
     ) -> Tensor | SplitHeads:
         """Return the heads [B, Q, Hq * D], under spans in splits."""
+        query, pending = queries
         if mask is None or mask.dtype != SPANS:
             return self._attend(query, key, value, mask).flatten(2)
         scaling, softcap, sinks = self.module.scaling, self.softcap, self.sinks
-        return attend_by_spans(query, key, value, mask, scaling, softcap, sinks, reader)
+        return attend_by_spans(query, key, value, mask, scaling, softcap, sinks, reader, pending)
 
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
 
-    def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots) -> Tensor:
+    def fuses_between(self, x: Tensor) -> bool:
+        return self.output.fuses(x, "whole")
+
+    def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots, by_spans: bool) -> Queries:
         """Compute q, k and v, write keys and values to the cache, and return the queries."""
-        if (around := self.ahead.around) is not None and self.norm is None and not self.form.by_head:
-            turn = Turn(cos, sin, slots, self.size, self.form.rotation)
+        finishes = self.norm is None or (by_spans and self._attention_finishes_norms(hidden_states, slots))
+        if (around := self.ahead.around) is not None and finishes and not self.form.by_head:
+            turn = Turn(cos, sin, slots, self.size, self.form.rotation, self.norm)
             if (rotated := self.inputs.rotated(hidden_states, around.norm, turn)) is not None:
                 return rotated
         query, key, value = self._heads(hidden_states, whole=False)
         dtype = hidden_states.dtype
         query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.form.rotation, dtype)
-        return query
+        return Queries(query)
+
+    def _attention_finishes_norms(self, x: Tensor, slots: Slots) -> bool:
+        """Return whether attention can finish the norms of heads: numbers before that may exceed the range of float16.
+
+        One program must have all queries that share a key.
+        """
+        heads = self.output.in_features // self.size
+        return x.dtype == torch.bfloat16 and heads <= LEAST_TILE * slots.keys.shape[1]
 
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
-        if self.ahead.around is not None:
-            product: Tensor | Partials = self.inputs.normed(hidden_states, self.ahead.around.norm)
-        else:
+        around = self.ahead.around
+        product: Tensor | Partials | None = None
+        if around is not None and around.norm is not None:
+            product = self.inputs.normed(hidden_states, around.norm)
+        elif around is not None:
+            product = self.inputs.one_launch(hidden_states, hidden_states)
+        if product is None:
             product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
         if self.width_norms:
             product = norm_widths(product, *self.width_norms)
