@@ -16,14 +16,14 @@ from hf_specbranch.runtime.kv_cache import SlotCache
 from .families import make_tiny
 from .kernels import DEVICE, where_triton_runs
 
-LAYERS, PLAN = 2, Plan(1, 0, 16, 2, 1)
+PLAN = Plan(1, 0, 16, 1, 1)
 FAMILIES = {"qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}
-TOKENS = (20, 31, 7)
+TOKENS = (20, 31)
 
 
 @cache
 def tiny(family):
-    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, pad_token_id=0)
+    sizes = dict(vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, pad_token_id=0)
     shape = FAMILIES[family](**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     model = make_tiny(lambda: AutoModelForCausalLM.from_config(shape)).to(DEVICE, torch.float16)
     fuse(model)
@@ -51,8 +51,7 @@ def logits(model, kernels=True):
 
 
 @where_triton_runs
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize(("family", "left"), [("qwen3", True), ("gemma3", True), ("qwen3", False)])
 def test_norms_of_heads_are_left_to_attention(family, left, monkeypatch):
     """Not in float16, where numbers before a norm may be too large: here that is allowed for the test."""
     model = tiny(family)
@@ -65,4 +64,4 @@ def test_norms_of_heads_are_left_to_attention(family, left, monkeypatch):
     calls, kernel = [], attention.rotary
     monkeypatch.setattr(attention, "rotary", lambda *given: calls.append(1) or kernel(*given))
     torch.testing.assert_close(logits(model), expected, atol=3e-2, rtol=3e-2)
-    assert len(calls) == (0 if left else LAYERS * len(TOKENS))
+    assert len(calls) == (0 if left else len(TOKENS))
