@@ -18,8 +18,9 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from hf_specbranch.kernels import attention, attention_interface, register
 from hf_specbranch.kernels import rotary as rotary_kernel
 from hf_specbranch.kernels.angles import angles, angles_reference
-from hf_specbranch.kernels.attention import attend, attend_reference
+from hf_specbranch.kernels.attention import attend
 from hf_specbranch.kernels.attention_interface import original_attention, override_attention
+from hf_specbranch.kernels.attention_reference import attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.norm import FORMS, GEMMA, PLAIN, WIDE, rms_norm_reference
 from hf_specbranch.kernels.rotary import HeadNorm, Slots, rotary

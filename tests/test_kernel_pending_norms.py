@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_specbranch.kernels.attention import attend_in_splits, attend_reference
+from hf_specbranch.kernels.attention import attend_in_splits
+from hf_specbranch.kernels.attention_reference import attend_reference
 from hf_specbranch.kernels.combine import Reader, combined
 from hf_specbranch.kernels.gemv_rotary import Turn, rotary_fits, rotary_gemv
 from hf_specbranch.kernels.linear import Plan

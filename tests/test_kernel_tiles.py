@@ -5,7 +5,8 @@ import torch
 
 from hf_specbranch.kernels import attention, tiles
 from hf_specbranch.kernels import tile_plans as tile_plans_module
-from hf_specbranch.kernels.attention import attend_in_splits, attend_reference
+from hf_specbranch.kernels.attention import attend_in_splits
+from hf_specbranch.kernels.attention_reference import attend_reference
 from hf_specbranch.kernels.backend import AT_END, EARLY, LATE
 from hf_specbranch.kernels.combine import MOST_FOR_PRODUCT, Reader, SplitHeads, combine_reference, combined
 from hf_specbranch.kernels.few_rows import combines, few_rows, few_rows_plans
@@ -353,9 +354,9 @@ def test_products_are_launched_as_plans_say(monkeypatch):
 
 
 @where_triton_runs
-@pytest.mark.parametrize(("size", "stages"), [(64, 3), (96, 2), (128, 2), (192, 2), (256, 2)])
+@pytest.mark.parametrize(("size", "stages"), [(64, 3), (96, 2), (128, 2), (256, 3)])
 def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypatch, size, stages):
-    """With three stages it would take over 48 KiB of shared memory. Small heads take less."""
+    """With three stages it would take over 48 KiB of shared memory. Small heads take less, large ones need them."""
     torch.manual_seed(0)
     taken, built, kernel = [], [], attention._split_kernel
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
@@ -378,7 +379,7 @@ def test_attention_leaves_l1_and_few_splits_to_a_product_that_reads_it(monkeypat
     assert_close(combined(in_splits), combined(usual))
     assert taken == [3, stages]
     if DEVICE == "cuda":
-        assert built[1].metadata.shared <= 48 << 10
+        assert (built[1].metadata.shared <= 48 << 10) == (size <= 128)
     assert usual.sums.shape[3] == attention.MOST_SPLITS and in_splits.sums.shape[3] == MOST_FOR_PRODUCT
 
 

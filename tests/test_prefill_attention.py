@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from hf_specbranch.kernels.attention import attend_reference
+from hf_specbranch.kernels.attention_reference import attend_reference
 from hf_specbranch.kernels.backend import INTERPRETED
 from hf_specbranch.kernels.prefill_attention import Tiles, attend_chunk, attend_chunk_reference, tiles_for
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_specbranch.decoding.assembly import has_holes
-from hf_specbranch.kernels.attention import attend, attend_reference
+from hf_specbranch.kernels.attention import attend
+from hf_specbranch.kernels.attention_reference import attend_reference
 from hf_specbranch.kernels.blocks import block_size
 from hf_specbranch.kernels.spans import SPANS
 from hf_specbranch.model_state import state_of

@@ -42,7 +42,6 @@ from hf_specbranch.kernels.linear import BLOCK, PLANS, Plan
 from hf_specbranch.kernels.parallel_build import ABOUT_NOISE, ParallelBuilder, dry_run
 from hf_specbranch.kernels.tile_fragments import ROWS_OF_W
 from hf_specbranch.kernels.tile_plans import MOST_ROWS, MOST_STATES, WIDEST, narrow_plans, needed
-from hf_specbranch.layers.decoder_layer import structures_of
 from hf_specbranch.runtime.selection import runner_for
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -90,8 +89,8 @@ def candidates(key: str) -> list[Plan | None]:
     Example:
         >>> [plan.splits for plan in candidates("GPU|bfloat16|16|64x128|split-k") if plan is not None]
         [1, 1, 1]
-        >>> None in candidates("GPU|bfloat16 dense|1 rows|4096x2560|whole")  # fused with nothing
-        True
+        >>> {plan.strip for plan in candidates("GPU|bfloat16 dense|1 rows|896x4864|whole") if plan is not None}
+        {8, 16}
     """
     _gpu, kept, rows, shape, kind = key.split("|")
     columns, depth = map(int, shape.split("x"))
@@ -107,7 +106,7 @@ def candidates(key: str) -> list[Plan | None]:
     by_tiles = [plan for plan in by_tiles if registers_suffice(plan, kept, int(rows.removesuffix(" rows")))]
     if rows == "1 rows" and kind == "whole" and columns <= FEW_COLUMNS:
         by_tiles += narrow_plans(depth, 16 if kept.endswith(" dense") else 8)
-    return [None, *by_tiles] if kept.endswith(" dense") else [*by_tiles, *GEMV_PLANS]
+    return [*by_tiles, *(GEMV_PLANS if not kept.endswith(" dense") else ())]
 
 
 def registers_suffice(plan: Plan, kept: str, rows: int) -> bool:
@@ -130,11 +129,10 @@ def launches(plan: Plan | None) -> list[Plan | None]:
     return [*starts, *(plan._replace(registers=most) for most in (0, *REGISTERS) if plan.spans > 0)]
 
 
-def wide_plans(used: Sequence[str], rows: int = 1, four_norms: bool = False) -> Plans:
+def wide_plans(used: Sequence[str], rows: int = 1) -> Plans:
     """Return plans by which wide dense layers compute norms and sums in their products, given what they use without.
 
-    Layers of any width get plans for several rows: only one row is autotuned in narrow ones. Where layers have four
-    norms, gate and up normalise their input, and the other products do not.
+    Layers of any width get plans for several rows: only one row is autotuned in narrow ones.
 
     Example:
         >>> products = ("8192x2048|gated", "2048x4096|split-k", "32000x2048|whole")
@@ -142,13 +140,6 @@ def wide_plans(used: Sequence[str], rows: int = 1, four_norms: bool = False) -> 
         ...     print(name, tuple(plan))
         GPU|bfloat16 dense|1 rows|8192x2048|normed-gated (1, 0, 16, 8, 2, 0, 0)
         GPU|bfloat16 dense|1 rows|2048x4096|whole (1, 0, 16, 8, 4, 0, 0)
-        >>> products = ("20480x2560|gated", "4096x2560|split-k", "2560x2048|split-k", "2560x10240|split-k")
-        >>> for name in wide_plans([f"GPU|bfloat16|16|{each}" for each in products], four_norms=True):
-        ...     print(name)
-        GPU|bfloat16 dense|1 rows|20480x2560|normed-gated
-        GPU|bfloat16 dense|1 rows|4096x2560|whole
-        GPU|bfloat16 dense|1 rows|2560x2048|whole
-        GPU|bfloat16 dense|1 rows|2560x10240|whole
     """
     plans: Plans = {}
     most = alike_rows(rows)
@@ -159,7 +150,7 @@ def wide_plans(used: Sequence[str], rows: int = 1, four_norms: bool = False) -> 
         autotuned = rows == 1 and min(int(columns), int(depth)) <= WIDEST
         if alike != "16" or kind == "whole" or not widths & {columns, depth} or autotuned:
             continue
-        fused = "normed-gated" if kind == "gated" else "whole" if four_norms or columns in widths else "normed"
+        fused = "normed-gated" if kind == "gated" else "whole" if columns in widths else "normed"
         kept, plan = f"{dtype} dense", Plan(1, 0, ROWS_OF_W, 8, min(8, needed(int(depth), 8)))
         plan = plan if registers_suffice(plan, kept, most) else plan._replace(spans=2)
         plans[f"{gpu}|{kept}|{most} rows|{shape}|{fused}"] = plan
@@ -247,8 +238,7 @@ def choose(model: Any, role: str, wide: bool, limit: float, queries: int = 1) ->
 
         before = seconds()  # autotunes what has no plan
         if wide:
-            four_norms = any(found.has_four_norms for each in model.modules() for found in structures_of(each))
-            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked), queries, four_norms), **chosen.shipped})
+            chosen.shipped.update({**wide_plans(sorted(chosen.shipped.asked), queries), **chosen.shipped})
         chosen.shipped.asked.clear()
         seconds()
         keys = sorted(key for key in chosen.shipped.asked if key in chosen.shipped and key.split("|")[2] != "32")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention_reference import attend_reference
 from .backend import (
     Value,
     can_run,
@@ -45,8 +46,7 @@ BY_SPANS = 3  # in place of the kind of a mask; see `mask_kind`
 STAGES, STAGES_WITH_MASK = 3, 5
 # Where the next product needs the L1 cache, two stages. Three take more than 48 KiB of shared memory. For such a kernel
 # a multiprocessor has little L1, until all its programs have ended, those of a product that starts early included. On
-# an H200 one token of Qwen3-0.6B took 0.57 ms with two stages and 0.70 ms with three, Phi-3-mini 2.26 and 3.24 ms. With
-# heads of more than 128 dimensions two take 41 KiB, since their blocks are smaller; that was not yet compared on a GPU.
+# an H200 one token of Qwen3-0.6B took 0.57 ms with two stages and 0.70 ms with three, Phi-3-mini 2.26 and 3.24 ms.
 STAGES_BESIDE_PRODUCT, SMALL_HEAD = 2, 64  # with heads of 64 dimensions three stages take 36 KiB
 LEAST, LEAST_FOR_PRODUCT = 2, 4  # blocks of a split where there are many; see `splits_in_use`
 PROGRAMS, PROGRAMS_WITH_MASK = 2, 1  # of a multiprocessor at a time, for which the keys are split
@@ -127,7 +127,7 @@ def attend_in_splits(
     splits = _splits(rows * key_heads * tiles, most_blocks, at_a_time * multiprocessors(query.device))
     splits, least = (min(splits, MOST_FOR_PRODUCT), LEAST_FOR_PRODUCT) if reader.combines else (splits, LEAST)
     # Two stages for more queries would fit too (44 KiB), but were not compared.
-    leaves_l1 = reader.needs_l1 and size > SMALL_HEAD and tile <= 16
+    leaves_l1 = reader.needs_l1 and SMALL_HEAD < size <= 2 * SMALL_HEAD and tile <= LEAST_TILE
     stages = STAGES_BESIDE_PRODUCT if leaves_l1 else STAGES
     if splits == 1:  # there is nothing to combine
         results = sums = query.new_empty((rows, queries, 1, heads * size))
@@ -153,36 +153,6 @@ def attend_in_splits(
     if splits == 1:
         return results[:, :, 0]
     return SplitHeads(results, sums, seen if by_spans else None, block, least, query.dtype, leaves_l1)
-
-
-def attend_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute what `attend` does, in plain torch: at least float32 throughout, rounded once at the end."""
-    if mask is not None and mask.dtype == SPANS:
-        first, end, own_first, own_end = mask[..., None].unbind(3)  # [B, 1, Q, 1] each
-        slot = torch.arange(key.shape[2], device=key.device)
-        mask = ((first <= slot) & (slot < end)) | ((own_first <= slot) & (slot < own_end))
-    groups, wide = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
-    key, value = (states.to(wide).repeat_interleave(groups, dim=1) for states in (key, value))
-    scores = query.to(wide) @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-        scores = scores if mask.dtype == torch.bool else scores + mask
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # NaN where nothing is visible
-    return (weights @ value).transpose(1, 2).to(query.dtype)
 
 
 def _splits(programs: int, blocks: int, at_a_time: int) -> int:

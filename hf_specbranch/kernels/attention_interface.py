@@ -21,7 +21,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from .attention import MOST_QUERIES, attend, attend_in_splits, attend_reference, fits
+from .attention import MOST_QUERIES, attend, attend_in_splits, fits
+from .attention_reference import attend_reference
 from .backend import serves
 from .blocks import Blocks, blocks_in_use
 from .combine import COMBINED, Reader, SplitHeads, combined

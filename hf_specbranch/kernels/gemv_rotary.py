@@ -79,7 +79,7 @@ def _norm_fits(x: Tensor, norm: HeadNorm, keys: Tensor, size: int) -> bool:
     return x.numel() == x.shape[-1] and whole and not norm.form.centred and can_run(x, norm.query, norm.key)
 
 
-def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm: Norm | None, turn: Turn) -> Queries:
+def rotary_gemv(x: Tensor, weight: Packed, bias: Tensor | None, plan: Plan, norm: Norm, turn: Turn) -> Queries:
     """Compute q, k and v, rotate q and k, write keys and values to the cache, and return the queries.
 
     Args:

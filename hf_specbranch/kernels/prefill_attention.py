@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import attend_reference
+from .attention_reference import attend_reference
 from .backend import (
     Value,
     can_run,

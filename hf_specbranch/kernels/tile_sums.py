@@ -210,7 +210,7 @@ def sums_of_threads(sums: Value, ROWS: constexpr, WARPS: constexpr, NARROW: cons
         parts: Value = ()
         for i in tl.static_range(4):
             parts += (tl.reshape(sums[i], SHAPE),)
-        return tl.reduce(tl.reduce(parts, 2, add_four), 0, add_four)
+        return tl.reduce(tl.reduce(parts, 2, _add_four), 0, _add_four)
 
 
 @jit
@@ -219,7 +219,7 @@ def _add_two(a: Value, b: Value, other_a: Value, other_b: Value) -> Value:
 
 
 @jit
-def add_four(
+def _add_four(
     a: Value, b: Value, c: Value, d: Value, other_a: Value, other_b: Value, other_c: Value, other_d: Value
 ) -> Value:
     return a + other_a, b + other_b, c + other_c, d + other_d

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import LEAST_TILE
 from ..kernels.attention_interface import attend_by_spans, specbranch_attention
-from ..kernels.combine import Reader, SplitHeads, combined
+from ..kernels.combine import Reader, SplitHeads
 from ..kernels.gemv_rotary import Queries, Turn
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm
@@ -96,10 +96,7 @@ class AttentionForward(Replacement):
         if (around := self.ahead.around) is not None:
             reader = self.output.as_reader(hidden_states)
             heads = self._heads_to_add(Queries(query, pending), key, value, attention_mask, reader)
-            if around.residual is not None:
-                return self.output.added(heads, around.residual), None
-            whole = self.output.one_launch(heads, hidden_states)
-            return self.output(combined(heads)) if whole is None else whole, None
+            return self.output.added(heads, around.residual), None
         out = self._attend(query, key, value, attention_mask)
         product = self.output.split_k if self.ahead.sums_partials else self.output
         return product(out.flatten(2)), None
@@ -123,9 +120,6 @@ class AttentionForward(Replacement):
     def fuses_around(self, x: Tensor) -> bool:
         return not self.width_norms and self.inputs.fuses(x, "normed") and self.output.fuses(x, "whole")
 
-    def fuses_between(self, x: Tensor) -> bool:
-        return self.output.fuses(x, "whole")
-
     def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots, by_spans: bool) -> Queries:
         """Compute q, k and v, write keys and values to the cache, and return the queries."""
         finishes = self.norm is None or (by_spans and self._attention_finishes_norms(hidden_states, slots))
@@ -148,13 +142,9 @@ class AttentionForward(Replacement):
 
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
-        around = self.ahead.around
-        product: Tensor | Partials | None = None
-        if around is not None and around.norm is not None:
-            product = self.inputs.normed(hidden_states, around.norm)
-        elif around is not None:
-            product = self.inputs.one_launch(hidden_states, hidden_states)
-        if product is None:
+        if self.ahead.around is not None:
+            product: Tensor | Partials = self.inputs.normed(hidden_states, self.ahead.around.norm)
+        else:
             product = self.inputs(hidden_states) if whole else self.inputs.split_k(hidden_states)
         if self.width_norms:
             product = norm_widths(product, *self.width_norms)

@@ -88,16 +88,6 @@ class Replacement:
         """Return whether this can normalise its input x, and add a residual to its output, without further launches."""
         return False
 
-    def fuses_between(self, x: Tensor) -> bool:
-        """Return whether no kernel by itself need compute the norms and the sum between this attention and its MLP.
-
-        That is for an attention whose output is one launch, and for an MLP whose first product takes a `NormedSum`.
-
-        Args:
-            x: any tensor of as many rows as the input.
-        """
-        return False
-
     def compared(self, output: Any) -> Tensor:
         """Return what of an output, of the module or of this replacement, must agree."""
         return tensor_of(output)
@@ -123,12 +113,6 @@ def fuses_around(module: nn.Module, x: Tensor) -> bool:
     """Return whether a module runs through a replacement that normalises x and adds a residual in its own launches."""
     ours = _replacement_of(module)
     return ours is not None and ours.fuses_around(x)
-
-
-def fuses_between(module: nn.Module, x: Tensor) -> bool:
-    """Return whether a module runs through a replacement for which `Replacement.fuses_between` holds."""
-    ours = _replacement_of(module)
-    return ours is not None and ours.fuses_between(x)
 
 
 def _replacement_of(module: nn.Module) -> Replacement | None:

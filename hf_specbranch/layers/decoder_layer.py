@@ -11,17 +11,7 @@ from transformers import PreTrainedModel
 from ..kernels.gemv import takes_norm
 from ..kernels.linear import Partials
 from ..kernels.norm import Norm, NormForm, add_norm
-from ..kernels.tile_norms import NormedSum
-from .base import (
-    Arguments,
-    Replacement,
-    fuses_around,
-    fuses_between,
-    gives_partials,
-    layer_done,
-    submodules,
-    untouched,
-)
+from .base import Arguments, Replacement, fuses_around, gives_partials, layer_done, submodules, untouched
 from .mixture import looks_like_mixture
 from .norm import Ahead, Around, parameters_of, shared_form
 
@@ -44,11 +34,6 @@ class Structure(NamedTuple):
         """The names of the norms."""
         return {name for name in self[:4] if name is not None}
 
-    @property
-    def has_four_norms(self) -> bool:
-        """Whether attention and MLP are serial, and each has norms of its input and of its output."""
-        return not self.parallel and None not in self[:4]
-
 
 INPUT, POST_ATTENTION = "input_layernorm", "post_attention_layernorm"
 LLAMA = Structure(INPUT, None, POST_ATTENTION, None)
@@ -68,7 +53,7 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 
 class LayerForward(Replacement):
-    """Replaces a decoder layer. The kernel of the next norm does each sum of a residual, or the product around it.
+    """Replaces a decoder layer. The kernel of the next norm does each sum of a residual, or the product before it.
 
     Args:
         module: the layer.
@@ -88,19 +73,13 @@ class LayerForward(Replacement):
         self.scale = float(getattr(module, "residual_multiplier", 1.0))
         self.has_ties = looks_like_mixture(self.mlp)
         norms = [parameters_of(norm, form) for norm in layer_norms(module)]
-        in_products = self.scale == 1.0 and all(map(takes_norm, norms))
-        self.fits_in_products = in_products and structure == LLAMA
-        self.sum_fits_in_product = in_products and structure.has_four_norms
+        self.fits_in_products = structure == LLAMA and self.scale == 1.0 and all(map(takes_norm, norms))
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = {**dict(zip(("attention_mask", "position_ids", "past_key_values"), args)), **kwargs}
         parts = self.mlp, self.attention  # an MLP has the largest weights, which decide
-        if self.fits_in_products and all(fuses_around(part, hidden_states) for part in parts):
-            total = self._in_products(hidden_states, given)
-        elif self.sum_fits_in_product and all(fuses_between(part, hidden_states) for part in parts):
-            total = self._with_sum_in_product(hidden_states, given)
-        else:
-            total = self._in_norms(hidden_states, given)
+        fuses = self.fits_in_products and all(fuses_around(part, hidden_states) for part in parts)
+        total = (self._in_products if fuses else self._in_norms)(hidden_states, given)
         layer_done()
         return total
 
@@ -114,24 +93,12 @@ class LayerForward(Replacement):
         self.ahead.around = None
         return total
 
-    def _with_sum_in_product(self, x: Tensor, given: dict[str, Any]) -> Tensor:
-        """Run with the norms and the sum between attention and MLP in the product that gives gate and up."""
-        structure = self.structure
-        first, norm = self._norm(structure.after_attention), self._norm(structure.before_mlp)
-        assert first is not None and norm is not None
-        self.ahead.around = Around()
-        out = self._attend(self._normed(x, structure.before_attention), given)
-        self.ahead.around = Around(input=NormedSum(x, out, first, norm))
-        out, total = self.mlp(x)
-        self.ahead.around = None
-        return self._ended(out, total)
-
     def _in_norms(self, residual: Tensor, given: dict[str, Any]) -> Tensor:
         """Run with the sum of each residual in the kernel of the next norm."""
         structure = self.structure
         self.ahead.sums_partials = gives_partials(self.attention)
         out = self._attend(self._normed(residual, structure.before_attention), given)
-        also = None
+        first, also = self._norm(structure.after_mlp), None
         if structure.parallel:
             also = out
             normed = self._normed(residual, structure.before_mlp)
@@ -145,12 +112,7 @@ class LayerForward(Replacement):
         self.ahead.sums_partials = False
         if not isinstance(out, Tensor | Partials):
             out = out[0]  # some mixtures also return the weights of their experts
-        return self._ended(out, residual, also)
-
-    def _ended(self, out: Tensor | Partials, residual: Tensor, also: Tensor | Partials | None = None) -> Tensor:
-        """Return the sum at the end of the layer, and compute the norm that reads it."""
         after = None if self.following is None else parameters_of(self.following, self.form)
-        first = self._norm(self.structure.after_mlp)
         normed_total, total = add_norm(out, residual, after, first, also, self.scale)
         if self.following is not None and normed_total is not None:
             self.ahead.known = total, self.following, normed_total

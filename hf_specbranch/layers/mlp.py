@@ -39,14 +39,9 @@ class MlpForward(Replacement):
         super().__init__([*inputs.bypassed, *output.bypassed])
         self.inputs, self.output, self.gate, self.activation, self.ahead = inputs, output, gate, activation, ahead
 
-    def __call__(self, x: Tensor) -> Tensor | Partials | tuple[Tensor | Partials, Tensor]:
+    def __call__(self, x: Tensor) -> Tensor | Partials:
         if (around := self.ahead.around) is not None and self.gate is not None:
-            if around.input is not None:
-                inner, total = self.inputs.gated_of_sum(around.input, self.gate)
-                out = self.output.one_launch(inner, inner)
-                return self.output.split_k(inner) if out is None else out, total
-            if around.norm is not None and around.residual is not None:
-                return self.output.added(self.inputs.normed_gated(x, self.gate, around.norm), around.residual)
+            return self.output.added(self.inputs.normed_gated(x, self.gate, around.norm), around.residual)
         product = self.output.split_k if self.ahead.sums_partials else self.output
         if self.gate is not None:
             return product(self.inputs.gated(x, self.gate))
@@ -55,9 +50,6 @@ class MlpForward(Replacement):
 
     def fuses_around(self, x: Tensor) -> bool:
         return self.gate is not None and self.inputs.fuses(x, "normed-gated") and self.output.fuses(x, "whole")
-
-    def fuses_between(self, x: Tensor) -> bool:
-        return self.gate is not None and self.inputs.takes_sum(x)
 
 
 def recognise_mlp(module: Any, tuned: Tuned, ahead: Ahead) -> MlpForward | None:

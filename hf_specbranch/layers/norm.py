@@ -9,20 +9,15 @@ from torch import Tensor, nn
 
 from ..kernels.backend import FLOATS
 from ..kernels.norm import FORMS, PLAIN, Norm, NormForm, norm_reference, normalise
-from ..kernels.tile_norms import NormedSum
 from .base import Call, Replacement, untouched
 from .check import agreeing, distinguishing_call, errors_of
 
 
 class Around(NamedTuple):
-    """What attention or MLP computes besides, in the launches of its products.
+    """What attention or MLP computes besides, in the launches of its products."""
 
-    Where a layer has norms before and after both, attention computes neither, and the MLP reads `input`.
-    """
-
-    norm: Norm | None = None  # of its input
-    residual: Tensor | None = None  # added to its output
-    input: NormedSum | None = None  # what the MLP reads in place of a tensor; it returns the sum as well
+    norm: Norm  # of its input
+    residual: Tensor  # added to its output
 
 
 class Ahead:

@@ -17,10 +17,8 @@ from ..kernels.few_rows import few_rows
 from ..kernels.gated import Activation, gated, gated_product
 from ..kernels.gemv_rotary import Queries, Turn, rotary_fits, rotary_gemv
 from ..kernels.linear import Partials, Plan, activated_product, linear, linear_split_k
-from ..kernels.norm import Norm, add_norm, normalise
+from ..kernels.norm import Norm, normalise
 from ..kernels.packed import Packed
-from ..kernels.tile_norms import NormedSum, gated_of_sum
-from ..kernels.tile_norms import fits as sum_fits
 from ..kernels.tile_plans import combines
 
 Weights = dict[tuple[torch.Size, torch.dtype], list[Tensor]]
@@ -125,10 +123,6 @@ class Product:
         """
         return False
 
-    def takes_sum(self, x: Tensor) -> bool:
-        """Return whether `gated_of_sum` is one launch, and a fast one; x: any tensor of as many rows as the sum."""
-        return False
-
     def few_rows(self, x: Tensor, kind: Kind) -> FewRows | None:
         """Return how one launch computes this product of x and what is fused with it, or None."""
         return None
@@ -143,38 +137,19 @@ class Product:
         found = self.few_rows(x, "normed-gated")
         return self.gated(normalise(x, norm), activation) if found is None else few_rows(x, *found, activation, norm)
 
-    def gated_of_sum(self, x: NormedSum, activation: Activation) -> tuple[Tensor, Tensor]:
-        """Compute act(gate) * up of a normed sum, and the sum."""
-        found = self.few_rows(x.residual, "normed-gated")
-        if found is not None and sum_fits(x, found.weight, found.plan):
-            return gated_of_sum(x, *found, activation)
-        normed, total = add_norm(x.added, x.residual, x.norm, x.first)
-        assert normed is not None
-        return self.gated(normed, activation), total
-
-    def one_launch(self, x: Tensor | SplitHeads, like: Tensor) -> Tensor | None:
-        """Compute the product of few rows, or of heads that may be in splits, by its plan for one launch if it has one.
-
-        Args:
-            x: the input.
-            like: the same, or any tensor of as many rows.
-        """
-        found = self.few_rows(like, "whole")
-        return None if found is None else few_rows(x, *found)
-
-    def rotated(self, x: Tensor, norm: Norm | None, turn: Turn) -> Queries | None:
-        """Compute q, k and v of x [B, Q, K], or of norm(x), with their rotary embedding, in one launch.
+    def rotated(self, x: Tensor, norm: Norm, turn: Turn) -> Queries | None:
+        """Compute q, k and v of norm(x) [B, Q, K] with their rotary embedding, in one launch.
 
         Returns:
             The queries; keys and values are in the KV cache. None where a kernel by itself must rotate them.
         """
-        found = self.few_rows(x, "whole" if norm is None else "normed") if rotary_fits(x, turn) else None
+        found = self.few_rows(x, "normed") if rotary_fits(x, turn) else None
         if found is None or (turn.norm is not None and found.plan.spans == 0):
             return None
         return rotary_gemv(x, *found, norm, turn)
 
     def as_reader(self, x: Tensor) -> Reader:
-        """Return how `added` or `one_launch` reads the heads of attention; x: any tensor of as many rows."""
+        """Return how `added` reads the heads of attention; x: the input, or any tensor of as many rows."""
         if (found := self.few_rows(x, "whole")) is None:
             return COMBINED
         rows = x.numel() // x.shape[-1]

@@ -20,7 +20,6 @@ from ..kernels.linear import Partials, Plan
 from ..kernels.lora import USUAL_PLAN, lora_fits, lora_gated_product, lora_product
 from ..kernels.low_rank import LowRank
 from ..kernels.packed import dense
-from ..kernels.tile_norms import takes_sum
 from .base import Replacement, untouched
 from .lora import Term, add_terms, base_of, is_wrapped, low_rank, terms_of
 from .product import FewRows, Product, Tuned
@@ -54,10 +53,6 @@ class PlainProduct(Product):
 
     def fuses(self, x: Tensor, kind: Kind) -> bool:
         return self.few_rows(x, kind) is not None
-
-    def takes_sum(self, x: Tensor) -> bool:
-        found = self.few_rows(x, "normed-gated")
-        return found is not None and takes_sum(x, found.weight, found.plan)
 
     def few_rows(self, x: Tensor, kind: Kind) -> FewRows | None:
         if (one := self._as_one()) is None or (plan := self.tuned.fused(x, one[0], kind)) is None:
