@@ -279,8 +279,11 @@ def _split_kernel(
         slot = block * BLOCK + near
         inside = slot < last
         begin = (block * BLOCK).to(tl.int64)  # distances within a block fit into 32 bits: less arithmetic
-        # Queries go to shared memory in the loop. Before it, the first keys would be loaded only after they have come.
-        query_tile = tl.where(turn >= 0, query_block, 0.0)
+        query_tile = query_block
+        if MASK == 3 and TILE <= 16:
+            # Few queries go to shared memory in the loop. Before it, the first keys would be loaded only after these
+            # have come. More queries would take registers that the loop needs.
+            query_tile = tl.where(turn >= 0, query_block, 0.0)
         key_block = tl.load(
             keys + begin * key_slot + (near[None, :] * key_slot + lane[:, None]),
             mask=inside[None, :] & lane_inside[:, None], other=0.0,
