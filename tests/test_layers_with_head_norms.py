@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from hf_specbranch.kernels.attention import finishes_norms
 from hf_specbranch.kernels.linear import Plan
 from hf_specbranch.kernels.spans import SPANS
 from hf_specbranch.layers import attention, fuse, fused
-from hf_specbranch.layers.attention import AttentionForward
 from hf_specbranch.layers.product import Tuned
 from hf_specbranch.runtime.kv_cache import SlotCache
 
@@ -59,8 +59,14 @@ def test_norms_of_heads_are_left_to_attention(left, monkeypatch):
     kinds = ("whole", "normed", "normed-gated")
     monkeypatch.setattr(Tuned, "fused", lambda tuned, x, weight, kind: PLAN if kind in kinds else None)
     if left:
-        monkeypatch.setattr(AttentionForward, "_attention_finishes_norms", lambda *given: True)
+        monkeypatch.setattr(attention, "finishes_norms", lambda *given: True)
     calls, kernel = [], attention.rotary
     monkeypatch.setattr(attention, "rotary", lambda *given: calls.append(1) or kernel(*given))
     torch.testing.assert_close(logits(model), expected, atol=3e-2, rtol=3e-2)
     assert len(calls) == (0 if left else len(TOKENS))
+
+
+def test_norms_are_left_to_attention_where_one_program_has_all_queries_of_a_key():
+    assert finishes_norms(16, 1, torch.bfloat16) and finishes_norms(32, 2, torch.bfloat16)
+    assert not finishes_norms(17, 1, torch.bfloat16)
+    assert not finishes_norms(16, 1, torch.float16)

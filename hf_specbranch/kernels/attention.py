@@ -173,6 +173,15 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
     )
 
 
+def finishes_norms(heads: int, key_heads: int, dtype: torch.dtype) -> bool:
+    """Return whether the kernel may be left to finish the norms of the heads of one token.
+
+    One program must have all queries that share a key, since it writes that key. In float16, numbers before a norm may
+    be too large.
+    """
+    return dtype == torch.bfloat16 and heads <= LEAST_TILE * key_heads
+
+
 @varying("key_heads", "group", "queries", "splits", "blocks")
 def _split_kernel(
     query: Value,

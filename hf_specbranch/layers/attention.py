@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import LEAST_TILE
+from ..kernels.attention import finishes_norms
 from ..kernels.attention_interface import attend_by_spans, specbranch_attention
 from ..kernels.combine import Reader, SplitHeads
 from ..kernels.gemv_rotary import Queries, Turn
@@ -122,8 +122,9 @@ class AttentionForward(Replacement):
 
     def _write_to_cache(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, slots: Slots, by_spans: bool) -> Queries:
         """Compute q, k and v, write keys and values to the cache, and return the queries."""
-        finishes = self.norm is None or (by_spans and self._attention_finishes_norms(hidden_states, slots))
-        if (around := self.ahead.around) is not None and finishes and not self.form.by_head:
+        heads = self.output.in_features // self.size
+        left = self.norm is None or (by_spans and finishes_norms(heads, slots.keys.shape[1], hidden_states.dtype))
+        if (around := self.ahead.around) is not None and left and not self.form.by_head:
             turn = Turn(cos, sin, slots, self.size, self.form.rotation, self.norm)
             if (rotated := self.inputs.rotated(hidden_states, around.norm, turn)) is not None:
                 return rotated
@@ -131,14 +132,6 @@ class AttentionForward(Replacement):
         dtype = hidden_states.dtype
         query, _ = rotary(query, key, value, cos, sin, self.norm, slots, self.form.rotation, dtype)
         return Queries(query)
-
-    def _attention_finishes_norms(self, x: Tensor, slots: Slots) -> bool:
-        """Return whether attention can finish the norms of heads: numbers before that may exceed the range of float16.
-
-        One program must have all queries that share a key.
-        """
-        heads = self.output.in_features // self.size
-        return x.dtype == torch.bfloat16 and heads <= LEAST_TILE * slots.keys.shape[1]
 
     def _heads(self, hidden_states: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, Hq, Q, D], k and v [B, Hkv, Q, D]: views of one product or of its partials [S, B, H, Q, D]."""
