@@ -62,7 +62,7 @@ def rotary_fits(x: Tensor, turn: Turn) -> bool:
     """Return whether the kernel can rotate q and k of x [B, Q, K] so, and write to this cache."""
     cos, sin, (keys, values, places), size, rotation, norm = turn
     return (
-        (norm is None or _norm_fits(x, norm, keys, size))
+        (norm is None or _norm_fits(x, norm, size))
         and rotation == HALVES
         and cos.shape[-1] == size
         and cos.dtype in (x.dtype, torch.float32)
@@ -73,7 +73,7 @@ def rotary_fits(x: Tensor, turn: Turn) -> bool:
     )
 
 
-def _norm_fits(x: Tensor, norm: HeadNorm, keys: Tensor, size: int) -> bool:
+def _norm_fits(x: Tensor, norm: HeadNorm, size: int) -> bool:
     """Return whether attention can finish the norms of heads: those of one token, whose parts are powers of two."""
     whole = size >= DIMENSIONS and size == power_of_two(size)
     return x.numel() == x.shape[-1] and whole and not norm.form.centred and can_run(x, norm.query, norm.key)
