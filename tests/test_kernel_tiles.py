@@ -192,6 +192,9 @@ def test_narrow_tiles_are_for_products_with_few_programs(monkeypatch):
     assert {plan.strip for plan in tile_plans(x, packed)} == {16}
     monkeypatch.setattr(tile_plans_module, "multiprocessors", lambda device: 5)
     assert {plan.strip for plan in tile_plans(x, packed)} == {8, 16}
+    by_kind = {kind: candidate_plans(x, [Operands([packed], [None])], kind) for kind in ("whole", "normed", "gated")}
+    strips = {kind: {plan.strip for plan in plans if plan.spans > 0} for kind, plans in by_kind.items()}
+    assert strips == {"whole": {8, 16}, "normed": {16}, "gated": {16}}  # the others need pairs of rows
     assert fits(x, packed, None, NARROW) and not fits(x, packed, None, NARROW._replace(spans=3))
     assert not fits(randn(2, 896, dtype=torch.float16), packed, None, NARROW)
     assert not fits(x, random_packed("symmetric", 64, 896, 128, torch.float16, DEVICE)[0], None, NARROW)

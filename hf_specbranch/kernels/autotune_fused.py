@@ -16,7 +16,7 @@ from .linear import Plan
 from .norm import Norm
 from .packed import dense
 from .parallel_build import is_dry_run
-from .tile_plans import WIDEST, tile_plans
+from .tile_plans import WIDEST, suits, tile_plans
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def autotune_fused(weight: Tensor, rows: int, kind: Kind, find_weights: Callable
     if found or torch.cuda.is_current_stream_capturing():
         return plan
     x = weight.new_ones((1, depth))
-    candidates = tile_plans(x, dense(weight))
+    candidates = [plan for plan in tile_plans(x, dense(weight)) if suits(plan, kind)]
     measured = _Fused(kind, weight.new_zeros((1, columns)))
     if is_dry_run():
         for each in candidates:

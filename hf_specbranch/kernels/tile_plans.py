@@ -79,6 +79,14 @@ def narrow_plans(depth: int, bits: int) -> list[Plan]:
     return plans
 
 
+def suits(plan: Plan, kind: str) -> bool:
+    """Return whether a plan may be chosen for this kind of product (`autotune.Kind`).
+
+    Narrow tiles have no pairs of rows, which a gate and a rotation need. The kernels would take wide ones instead.
+    """
+    return plan.spans == 0 or plan.strip == ROWS_OF_W or kind in ("whole", "split-k")
+
+
 def has_wide_codes(weight: Packed) -> bool:
     """Return whether a weight has 4 bits and belongs to a wide layer: programs of its products fill the GPU."""
     return min(weight.shape) > WIDEST and format_of(weight).BITS == 4

@@ -20,7 +20,7 @@ from ..kernels.linear import BLOCK, MOST_ROWS, Partials, Plan
 from ..kernels.norm import Norm, normalise
 from ..kernels.packed import WORD, Packed
 from ..kernels.quantised import QUANTISED_PLANS, quantised_gated, quantised_linear
-from ..kernels.tile_plans import WIDEST
+from ..kernels.tile_plans import WIDEST, suits
 from .product import FewRows, Product, Tuned
 from .quantised_formats import Format, possible_formats, recognise_format
 from .storage import joined
@@ -66,7 +66,7 @@ def candidate_plans(x: Tensor, products: Sequence[Operands], kind: Kind) -> list
         return [] if kind in ("gated", "normed-gated") else plans
     operands = [(each.weights[0], each.biases[0]) for each in products]
     of_few = [plan for plan in few_rows_plans(x, *operands[0]) if all(fits(x, *each, plan) for each in operands)]
-    return [*plans, *of_few]
+    return [*plans, *(plan for plan in of_few if suits(plan, kind))]
 
 
 class QuantisedProduct(Product):
